@@ -1,11 +1,11 @@
-"""One request of a client while the engine works on it."""
+"""One request of a client while the engine processes it."""
 
 from __future__ import annotations
 
 from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.wire.messages import Event
 
-#: Event.finish of a failed request -> code and text if the event has none
+#: Event.finish of a failed request -> default code and text
 FAILURES = {
     "error": ("INTERNAL", "the engine gave no reason"),
     "cancelled": ("CANCELLED", "the request was cancelled"),
@@ -16,8 +16,8 @@ FAILURES = {
 class ClientRequest:
     """The engine's requests that serve one request of a client, and the receiver of their events.
 
-    A front end derives its own kind. requests: their numbers in the engine link, one per row or one for all
-    rows. sequences: number of sequences that the engine generates for it. label: the client's id of it.
+    Each front end has a subclass. requests: numbers in the engine link, one per row or one for all rows.
+    sequences: number of sequences that the engine generates for it. label: the client's request id.
     """
 
     def __init__(self, link: EngineLink, label: str = ""):
@@ -28,7 +28,7 @@ class ClientRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended or will end with an error: no more work for it is useful."""
+        """Return whether it has ended or will end with an error, so that further work on it is useless."""
         raise NotImplementedError
 
     def put_row(self, row: int, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The part of a request that its door has received, from which another engine can continue it."""
+"""Records the events that a door has received, from which another engine can continue a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOGIT_BYTES = 4  # float32
 
 
 class DeliveredSequence:
-    """The events of one sequence so far, without what the client alone needs again."""
+    """The events of one sequence so far, without values that only the client needed."""
 
     __slots__ = ("_context_bytes", "_perf", "_steps", "_tokens", "ended")
 
@@ -49,7 +49,7 @@ class DeliveredSequence:
 
 
 class Delivered:
-    """The sequences of one request, in the order of its events."""
+    """The sequences of one request, in order of their first events."""
 
     def __init__(self, num_sequences: int):
         self.sequences = [DeliveredSequence() for _ in range(num_sequences)]

@@ -1,11 +1,11 @@
-"""The sockets of a front end (a "door") to the supervisor and to the engine that the supervisor names.
+"""Sockets of a front end (a "door"): to the supervisor, and to the engine that the supervisor names.
 
-A silent supervisor is looked for again, and replaced if it does not answer. If the engine is silent while its
-supervisor speaks, the door connects to it again. A peer that answers Unknown has forgotten this door,
-which says Hello again. Pauses of this process do not count as silence of a peer.
+If the supervisor is silent, the door looks it up again and replaces it if it does not answer. If the engine
+is silent while its supervisor answers, the door reconnects to it. A peer that answers Unknown has forgotten
+this door, which sends Hello again. Pauses of this process do not count as silence of a peer.
 
 Locking: see engine_link.py. Everything runs on the link's thread, except the search for the supervisor, which
-has a thread of its own and returns its result through `call`.
+runs on a separate thread and returns its result through `call`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Peer:
     """A DEALER socket to the supervisor or to the engine; not connected at first."""
 
     def __init__(self, poller: zmq.Poller, hello: m.Hello, expected: object):
-        """hello: the first message of each connection. expected: the union of the messages of this peer."""
+        """hello: the first message of each connection. expected: union type of this peer's messages."""
         self._poller, self.hello, self._expected = poller, hello, expected
         self.socket: zmq.Socket | None = None
         self.heard_at = 0.0  # monotonic seconds of its last message, or of the connect
@@ -47,7 +47,7 @@ class Peer:
         socket.set_hwm(0)
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
-        self.socket = socket  # only now: an endpoint that cannot be connected to leaves it None
+        self.socket = socket  # assigned last: stays None if the endpoint cannot be connected to
         self.heard_at = time.monotonic()
         self.send(self.hello)
 
@@ -58,7 +58,10 @@ class Peer:
             self.socket = None
 
     def send(self, message: msgspec.Struct | bytes) -> bool:
-        """Send a message or its frame. False if there is no connection or the socket does not accept it."""
+        """Send a message or its frame.
+
+        Return False if there is no connection or the socket does not accept it.
+        """
         if self.socket is None:
             return False
         try:
@@ -68,7 +71,7 @@ class Peer:
         return True
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived, until the connection is closed or replaced."""
+        """Yield the messages that have arrived, until the connection is closed or replaced."""
         socket = self.socket
         while socket is not None and not socket.closed:
             try:
@@ -84,7 +87,7 @@ class Peer:
 
 
 class EngineConnection:
-    """Follows what the supervisor says about the engine, and tells the open requests."""
+    """Tracks the engine's state as reported by the supervisor, and notifies the open requests."""
 
     def __init__(
         self,
@@ -95,16 +98,17 @@ class EngineConnection:
         silent_s: float,
         engine_silent_s: float,
     ):
-        """search(on_replacing): the supervisor's endpoint, see launch.ensure. call(function, *arguments):
-        runs it on the link's thread. silent_s, engine_silent_s: seconds of silence after which a peer is
-        lost."""
+        """search(on_replacing): returns the supervisor's endpoint, see launch.ensure. call(function,
+        *arguments): runs it on the link's thread. silent_s, engine_silent_s: seconds of silence after which a
+        peer is lost.
+        """
         self._search, self._call, self._owner = search, call, owner
         self._silent_s, self._engine_silent_s = silent_s, engine_silent_s
         # read by other threads; state and welcome are written under `changed`
         self.changed = threading.Condition()
         self.state = m.EngineState(0, "starting", "looking for the engine's supervisor", "")
-        self.welcome: m.Welcome | None = None  # of the engine that is ready now
-        self.limits: m.Limits | None = None  # of the last engine that was ready
+        self.welcome: m.Welcome | None = None  # welcome of the engine that is ready now
+        self.limits: m.Limits | None = None  # welcome of the last engine that was ready
         self.beat: m.EngineBeat | None = None
         # of the link's thread
         self.poller = zmq.Poller()
@@ -115,7 +119,10 @@ class EngineConnection:
         self._look_at = self._last_ping = 0.0
 
     def seen_state(self) -> m.EngineState:
-        """The supervisor's last word; phase "ready" only once the engine itself has answered. Any thread."""
+        """Return the state last reported by the supervisor; "ready" only once the engine has answered.
+
+        Any thread.
+        """
         with self.changed:
             if self.state.phase == "ready" and self.welcome is None:
                 return msgspec.structs.replace(
@@ -124,12 +131,12 @@ class EngineConnection:
             return self.state
 
     def forgive(self, now: float, pause_s: float) -> None:
-        """This process itself stood still for pause_s."""
+        """Ignore a pause of this process itself, of pause_s seconds."""
         self.supervisor.heard_at = self.engine.heard_at = now
         self.requests.forgive(pause_s)
 
     def tick(self, now: float) -> None:
-        """Pings, silences and deadlines. now: before the messages of this turn were received."""
+        """Handle pings, silences and deadlines. now: time before this turn's messages were received."""
         if self._owner.is_gone():
             _log.error("engine link: the server %d is gone; leaving", self._owner.pid)
             os._exit(1)
@@ -143,7 +150,7 @@ class EngineConnection:
         self.requests.refuse_late(now)
 
     def leave(self) -> None:
-        """Say Goodbye and close both sockets."""
+        """Send Goodbye and close both sockets."""
         for peer in (self.engine, self.supervisor):
             peer.send(m.Goodbye())
             peer.close(linger_ms=200)
@@ -151,7 +158,7 @@ class EngineConnection:
     # ------------------------------------------------------------ supervisor
 
     def look(self) -> None:
-        """Find or start the supervisor on a thread of its own, as that may take seconds."""
+        """Find or start the supervisor on a separate thread, since that may take seconds."""
         self._looking = True
 
         def look() -> None:
@@ -165,7 +172,7 @@ class EngineConnection:
         threading.Thread(target=look, name="engine-look", daemon=True).start()
 
     def _on_replacing(self, reason: str) -> None:
-        """On the looking thread: the supervisor is replaced, so its engine ends too."""
+        """Note that the supervisor is replaced, so its engine ends too. Runs on the search thread."""
         down = m.EngineState(self.state.epoch, "down", reason, "")
         self._call(lambda: self._on_state(down) if self.state.phase == "ready" else None)
 
@@ -226,14 +233,14 @@ class EngineConnection:
                 self._on_welcome(message)
             elif (
                 isinstance(message, m.Unknown) and self.welcome
-            ):  # else it answers something before our Hello
+            ):  # otherwise it answers a message that preceded our Hello
                 text = "the engine had not heard from this model for a while and cancelled its requests"
                 self._forget_welcome(f"{text}; send it again")
                 self.engine.send(self.engine.hello)
 
     def _on_welcome(self, welcome: m.Welcome) -> None:
         if welcome.epoch != self.state.epoch:
-            return  # an engine of another epoch at the same address: the supervisor will tell
+            return  # an engine of another epoch at the same address: the supervisor will report it
         if welcome.protocol != m.PROTOCOL:
             found = f"the engine speaks protocol {welcome.protocol}, this door {m.PROTOCOL}"
             self._on_state(m.EngineState(welcome.epoch, "failed", f"{found}: versions are mixed", ""))
@@ -244,7 +251,7 @@ class EngineConnection:
         self.requests.engine_ready(welcome.limits)
 
     def _forget_welcome(self, text: str) -> None:
-        """The requests that the engine had wait for the next one, or end."""
+        """Let the engine's requests wait for the next engine, or end them."""
         with self.changed:
             self.welcome = None
         self.requests.engine_lost(text)
@@ -255,11 +262,12 @@ class EngineConnection:
         self._forget_welcome(text)
 
     def _check_engine(self, now: float) -> None:
-        """Connect again to an engine that is silent while its supervisor speaks."""
+        """Reconnect to an engine that is silent while its supervisor answers."""
         if self.engine.socket is None or now - self.engine.heard_at <= self._engine_silent_s:
             return
         text = f"the engine has been silent for {now - self.engine.heard_at:.1f} s"
-        if now - self.supervisor.heard_at > self._silent_s:  # the search for the supervisor will tell more
+        # the search for the supervisor will find out more
+        if now - self.supervisor.heard_at > self._silent_s:
             text += ", and its supervisor too"
         _log.warning("engine link: %s; connecting to it again", text)
         self._lose_engine(text)

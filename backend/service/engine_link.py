@@ -1,11 +1,11 @@
-"""A front end's link to the engine: submits requests, passes events on, knows the engine's state.
+"""A front end's link to the engine: submits requests, passes on events, tracks the engine's state.
 
-EngineLink runs the link's thread, which sleeps in poll() until a message or a call comes or a heartbeat is
+EngineLink runs the link's thread, which sleeps in poll() until a message or a call arrives or a heartbeat is
 due. EngineConnection owns the sockets and follows the engine's epochs. OpenRequests ends each request once.
 
 Lock discipline: only the link's thread touches sockets and requests. Other threads put calls into a queue
 that it drains, and read values that are replaced as a whole, never changed in place. The only lock is
-EngineConnection.changed: state and welcome change under it, and it is held for nothing else.
+EngineConnection.changed; it is held only while state and welcome change.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tridecode.backend.service.owner import Owner
 from tridecode.backend.supervisor import launch
 from tridecode.backend.wire import messages as m
 
-#: the engine's limit of silence is longer: its supervisor gets the time to notice it first and to say why
+#: the engine's limit is longer, so that its supervisor notices the silence first and reports the reason
 _ENGINE_SILENT_S = m.SILENCE_S + 1.25
 _POLL_MS = 250
-_LENDING_S = 60.0  # interval at which a door of a node that serves nobody looks up
+_LENDING_S = 60.0  # interval at which the door of a node without requests checks its state
 
 _log = logging.getLogger("tridecode.door")
 
@@ -45,8 +45,8 @@ class EngineLink:
 
     A sink is called on the link's thread with each Event of its request and must not block. Every request
     that was submitted ends with a last event of each of its sequences, or with one event of finish "error",
-    "cancelled" or "deadline" for all of them; after cancel() no event follows. If the owner is
-    gone, the process ends itself.
+    "cancelled" or "deadline" for all of them; after cancel() no event follows. If the owner is gone, the
+    process exits.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class EngineLink:
         """door: name of the front end, for logs. owner: the process whose life the engine shares.
         hold_s: how long a request waits for an engine that is starting before it is refused.
         silent_s, engine_silent_s: seconds of silence after which a peer is lost. number: of the engine among
-        those of the model's instance_group."""
+        those of the model's instance_group.
+        """
         pid = os.getpid()
         hello = m.Hello(f"{door}:{pid}", pid, owner.pid, owner.shared_memory)
         self._hold_s = hold_s
@@ -84,7 +85,7 @@ class EngineLink:
         return self
 
     def reserve(self) -> int:
-        """An id for a future request, unique within this door."""
+        """Return an id for a future request, unique within this door."""
         return next(self._ids)
 
     def submit(
@@ -102,8 +103,8 @@ class EngineLink:
     ) -> None:
         """Submit a request under an id from reserve().
 
-        history: of a later round of a session, the tokens that each row keeps; the lists do not change.
-        resume_within_s: if its engine is lost, the next one continues the request, if it is ready within this
+        history: for a later round of a session, the stored tokens of each row; the lists must not change.
+        resume_within_s: if the engine is lost, the next one continues the request if it is ready within this
         time, or before the request's own deadline; 0: the request ends with its engine.
 
         Raises EngineDownError if the link is closed, RequestError if the request cannot be encoded or if the
@@ -124,31 +125,35 @@ class EngineLink:
         self._call(self._connection.requests.cancel, request)
 
     def end_session(self, number: int) -> None:
-        """Have the engine forget a session; without an engine there is none."""
+        """Make the engine forget a session; without an engine there is none."""
         self._call(self._connection.requests.end_session, number)
 
     def resumed(self) -> ResumeCounts:
-        """How many requests a second engine has continued so far."""
+        """Return how many requests another engine has continued so far."""
         return self._connection.requests.resumed
 
     def limits(self) -> m.Limits | None:
-        """Limits of the engine, or of the last one while it is rebuilt; None before the first was ready."""
+        """Return the engine's limits, or the last one's while it is rebuilt; None before the first was
+        ready.
+        """
         return self._connection.limits
 
     def state(self) -> m.EngineState:
-        """The supervisor's last word; phase "ready" only once the engine itself has answered."""
+        """Return the state last reported by the supervisor; phase "ready" only once the engine itself has
+        answered.
+        """
         return self._connection.seen_state()
 
     def beat(self) -> m.EngineBeat | None:
-        """The engine's last heartbeat; None while there is no engine."""
+        """Return the engine's last heartbeat; None while there is no engine."""
         return self._connection.beat
 
     def silent_s(self) -> float:
-        """Seconds since the engine's last message; pauses of this process itself do not count."""
+        """Return the seconds since the engine's last message, without pauses of this process itself."""
         return max(0.0, time.monotonic() - self._connection.engine.heard_at)
 
     def wait_ready(self, timeout_s: float) -> m.Limits:
-        """Block until the engine is ready. EngineDownError with the supervisor's text if it is not."""
+        """Block until the engine is ready. Raises EngineDownError with the supervisor's text if it is not."""
         deadline = time.monotonic() + timeout_s
         connection = self._connection
         with connection.changed:
@@ -158,7 +163,7 @@ class EngineLink:
                     raise EngineDownError(state.detail)
                 left = deadline - time.monotonic()
                 if state.phase == "lending":
-                    left = _LENDING_S  # for ever, so that Triton reports this node as not ready
+                    left = _LENDING_S  # forever, so that Triton reports this node as not ready
                 if left <= 0:
                     last = f"{state.phase}, {state.detail}"
                     raise EngineDownError(f"the engine was not ready after {timeout_s:.0f} s: {last}")
@@ -166,7 +171,7 @@ class EngineLink:
             return connection.welcome.limits
 
     def close(self) -> None:
-        """Say Goodbye, fail what is open, end the thread."""
+        """Send Goodbye, fail open requests, end the thread."""
         self._closed = True
         self._call(lambda: None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -175,7 +180,7 @@ class EngineLink:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Run a function on the link's thread, later."""
         self._calls.append((function, arguments))
-        with suppress(OSError):  # full: the thread is awake already; closed: it has ended
+        with suppress(OSError):  # full: the thread is already awake; closed: it has ended
             self._wake_write.send(b"\0")
 
     # ------------------------------------------------------------ the link's thread
@@ -222,7 +227,7 @@ class EngineLink:
 
 
 def _encode(submit: m.Submit) -> bytes:
-    """The frame of a request, checked to be decodable: the engine could not answer any other."""
+    """Return the frame of a request, checked to be decodable: the engine could not answer any other."""
     try:
         frame = m.encode(submit)
         m.decode(frame, m.ToEngine)

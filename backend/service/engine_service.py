@@ -1,4 +1,4 @@
-"""An engine as its front ends use it: limits, preparation threads, submission."""
+"""The engine's interface for front ends: limits, preparation threads, submission."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ID_BYTES = 4  # SequenceRequest.prompt has int32
 class Submission:
     """One request of the engine: some sequences of a client's request, and the receiver of their events.
 
-    session: if it is a round of one; history: the tokens that each row of the session keeps for it."""
+    session: set if it is a round of a session; history: the session's stored tokens, for each row.
+    """
 
     sequences: list[SequenceRequest]
     sink: Sink
@@ -30,7 +31,7 @@ class Submission:
 
 
 class EngineService:
-    """Submits requests of token ids. The caller closes a link and a preparation that it handed in."""
+    """Submits requests of token ids. A link or preparation passed in remains the caller's to close."""
 
     def __init__(self, link: EngineLink, preparation: Preparation, resume_within_s: float = 0.0):
         """resume_within_s: see EngineLink.submit."""
@@ -49,22 +50,24 @@ class EngineService:
         max_preparing_requests: int = 1024,
         max_preparing_bytes: int = 67_108_864,
     ) -> EngineService:
-        """A service with a link and preparation threads of its own, which `close` ends.
+        """Return a service with its own link and preparation threads, which `close` ends.
 
         engine_dir: the model folder whose config.pbtxt is the engine's. name: of the front end, for logs.
-        The first engine starts meanwhile: see EngineLink.wait_ready.
+        The engine starts in the background: see EngineLink.wait_ready.
         """
         link = EngineLink(engine_dir, name, owner, hold_s).start()
         return cls(link, Preparation(max_preparing_requests, max_preparing_bytes).start(), resume_within_s)
 
     def close(self) -> None:
-        """Drop the requests that are being prepared, fail the open ones, say goodbye to the engine."""
+        """Drop the requests that are being prepared, fail the open ones, disconnect from the engine."""
         self.preparation.close()
         self.link.close()
 
     def limits(self) -> Limits:
-        """The engine's limits, or those of the last engine while it is rebuilt. EngineDownError before the
-        first one was ready."""
+        """Return the engine's limits, or those of the last engine while it is rebuilt.
+
+        Raises EngineDownError before the first engine was ready.
+        """
         limits = self.link.limits()
         if limits is None:
             state = self.link.state()
@@ -81,7 +84,8 @@ class EngineService:
     ) -> None:
         """Submit a client's requests to the engine; cancel them if the client's request has ended meanwhile.
 
-        timeout_s: 0: the engine's default. resume: whether the next engine continues them if theirs is lost.
+        timeout_s: 0 for the engine's default. resume: whether the next engine continues them if theirs is
+        lost.
         """
         resume_within_s = self._resume_within_s if resume else 0.0
         client.requests = [self.link.reserve() for _ in submissions]

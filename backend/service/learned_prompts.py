@@ -1,4 +1,4 @@
-"""Learned prompts of a request's rows, and where their virtual tokens stand among its ids."""
+"""Learned prompts of a request's rows, and the positions of their virtual tokens among its ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tridecode.backend.wire.prompt_tables import virtual_ids
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """The learned prompt of one row. kind: one of TYPES. rows: of its table. start_id: with P_TUNING, the
-    client's id of row 0."""
+    """The learned prompt of one row.
+
+    kind: one of TYPES. rows: number of rows of its table. start_id: with P_TUNING, the client's id of row 0.
+    """
 
     learned: LearnedPrompt
     kind: int
@@ -26,10 +28,10 @@ class RowPrompt:
 def place(
     ids: np.ndarray, prompt: RowPrompt, start_token: int, limits: Limits, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids that the client sees, ids of the engine), int64, of a row's ids (n,).
+    """Return (ids that the client sees, ids of the engine), int64, for a row's ids (n,).
 
-    P_TUNING: the ids from start_id on are virtual; where a row has none, the whole table stands before it, as
-    with the other types. start_token: of a row without ids. RequestError for a row that the table has not.
+    P_TUNING: ids from start_id on are virtual; if a row has none, the whole table precedes it, as with the
+    other types. start_token: for a row without ids. Raises RequestError for an id beyond the table.
     """
     if prompt.kind == P_TUNING and (virtual := ids >= prompt.start_id).any():
         rows = ids - prompt.start_id

@@ -1,4 +1,4 @@
-"""Limits of a request that hold for every front end: texts, words, lengths, counts.
+"""Request limits that apply to every front end: texts, words, lengths, counts.
 
 Checks look at sizes only, so their cost does not depend on the content. docs/reference/requests.md lists the
 limits.
@@ -18,10 +18,10 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 
 MAX_WORDS = 1024  # bad or stop words of one row, unless the engine's limit in tokens is higher
 MAX_REQUEST_WORD_BYTES = 262_144  # bad or stop words of all rows
-MAX_STOP_WORDS = 256  # of one row; they are matched in the text
+MAX_STOP_WORDS = 256  # stop words of one row, which are matched in the text
 MAX_STOP_WORD_BYTES = 4096
 MAX_LABEL = 1024  # characters of a request id
-MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs count as this
+MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs are treated as this
 INT32_MAX = 2**31 - 1
 
 #: Ordinary text has 4 to 5 bytes per token, source code with its runs of blanks up to 16
@@ -39,26 +39,32 @@ _LOGIT_BYTES = 4  # float32
 class TextLimits:
     """The limits of the texts of a request. Bytes are of UTF-8."""
 
-    max_prompt_bytes: int  # of one text
-    max_request_bytes: int  # of all texts of a request
+    max_prompt_bytes: int  # bytes of one text
+    max_request_bytes: int  # bytes of all texts of a request
     max_sequence_tokens: int  # the widest row
     max_words: int
-    max_word_bytes: int  # of the words of one row
+    max_word_bytes: int  # bytes of the words of one row
 
     def check_total(self, total: int) -> None:
-        """RequestError if the texts of a request have too many bytes."""
+        """Raise RequestError if the texts of a request have too many bytes."""
         if total > self.max_request_bytes:
             most = f"{self.max_request_bytes:,} (max_request_bytes in config.pbtxt)"
             raise too_large(f"the request has {total:,} bytes of text", most)
 
     def check_prompt(self, where: str, size: int) -> None:
-        """RequestError if one text has too many bytes. where: its field, and its row if there are several."""
+        """Raise RequestError if one text has too many bytes.
+
+        where: its field, and its row if there are several.
+        """
         if size > self.max_prompt_bytes:
             most = f"{self.max_prompt_bytes:,} (max_prompt_bytes in config.pbtxt)"
             raise too_large(f"{where} has {size:,} bytes", most)
 
     def check_words(self, name: str, count: int, row_bytes: int, total: int) -> None:
-        """RequestError for too many words. count, row_bytes: of the longest row; total: bytes of all rows."""
+        """Raise RequestError for too many words.
+
+        count, row_bytes: of the longest row; total: bytes of all rows.
+        """
         if count > self.max_words:
             raise too_large(f"{name} has {count:,} words a row", f"{self.max_words:,}")
         if row_bytes > self.max_word_bytes:
@@ -70,7 +76,7 @@ class TextLimits:
 def text_limits(
     limits: Limits | None, max_prompt_bytes: int | None = None, max_request_bytes: int | None = None
 ) -> TextLimits:
-    """The limits that are given, else derived from those of the engine."""
+    """Return the given limits; those that are None are derived from the engine's."""
     tokens = limits.max_sequence_tokens if limits else _UNKNOWN_SEQUENCE_TOKENS
     word_tokens = max(limits.max_bad_word_tokens, limits.max_stop_word_tokens) if limits else 0
     prompt = max_prompt_bytes or max(_MIN_PROMPT_BYTES, BYTES_A_TOKEN * tokens)
@@ -91,14 +97,16 @@ def check_label(label: str) -> str:
     if len(label) > MAX_LABEL:
         raise too_large(f"the request id has {len(label):,} characters", f"{MAX_LABEL:,}")
     try:
-        label.encode("utf-8")  # JSON can hold halves of surrogate pairs, which cannot be encoded
+        label.encode("utf-8")  # JSON can hold lone surrogates, which cannot be encoded
     except UnicodeEncodeError:
         raise RequestError("the request id is not valid UTF-8 text") from None
     return label
 
 
 def whole_number(name: str, value: Any, low: int, high: int, meaning: str) -> int:
-    """`value` as a whole number from low to high; also a text, as JSON parameters often are."""
+    """Return `value` as an integer from low to high; texts are accepted, since JSON parameters often are
+    texts.
+    """
     try:
         if isinstance(value, bool) or (isinstance(value, str) and len(value) > 20):
             raise ValueError
@@ -115,7 +123,7 @@ def whole_number(name: str, value: Any, low: int, high: int, meaning: str) -> in
 
 
 def check_sequences(count: int, limits: Limits) -> None:
-    """RequestError if the engine can never hold `count` sequences of one request, however idle it is."""
+    """Raise RequestError if even an idle engine cannot hold `count` sequences of one request."""
     most = limits.max_sequences + limits.max_queued_requests
     if count > most:
         found = f"the request has {count:,} sequences (rows and their beams or samples)"
@@ -124,7 +132,7 @@ def check_sequences(count: int, limits: Limits) -> None:
 
 
 def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, output_name: str) -> None:
-    """RequestError if prompt and output, in tokens, do not fit into a sequence."""
+    """Raise RequestError if prompt and output, in tokens, do not fit into a sequence."""
     if prompt + output > limits.max_sequence_tokens:
         found = f"{prompt_name} has {prompt:,} tokens and {output_name} asks for {output:,} more"
         wanted = f"{limits.max_sequence_tokens:,} in all (max_sequence_tokens in config.pbtxt)"
@@ -134,7 +142,10 @@ def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, out
 def cut_to_room(
     prompt: int, params: SamplingParams, limits: Limits, prompt_name: str, output_name: str
 ) -> SamplingParams:
-    """The parameters with a max_tokens that fits behind the prompt; RequestError if not one token does."""
+    """Return the parameters with max_tokens cut to the room after the prompt.
+
+    RequestError if there is none.
+    """
     room = limits.max_sequence_tokens - prompt
     if room < 1:
         check_length(prompt, 1, limits, prompt_name, output_name)
@@ -144,7 +155,7 @@ def cut_to_room(
 
 
 def check_word_tokens(name: str, words: list[list[int]], limit: int) -> None:
-    """RequestError if the ids of a sequence's words together exceed the engine's limit."""
+    """Raise RequestError if the ids of a sequence's words together exceed the engine's limit."""
     count = sum(map(len, words))
     if count > limit:
         setting = "max_bad_word_tokens" if "bad" in name.lower() else "max_stop_word_tokens"
@@ -153,7 +164,7 @@ def check_word_tokens(name: str, words: list[list[int]], limit: int) -> None:
 
 
 def check_stop_words(words: Sequence[str], name: str) -> None:
-    """RequestError if the stop words of one row are too many, or too long together."""
+    """Raise RequestError if the stop words of one row are too many, or too long together."""
     size = sum(len(word.encode("utf-8")) for word in words)
     if len(words) > MAX_STOP_WORDS or size > MAX_STOP_WORD_BYTES:
         found = f"{name} has {len(words):,} words of {size:,} bytes a row"
@@ -165,10 +176,10 @@ def check_stop_words(words: Sequence[str], name: str) -> None:
 def check_logits(
     context: bool, generation: bool, prompts: Sequence[int], counts: Sequence[int], limits: Limits
 ) -> None:
-    """RequestError if the logits, padded to the longest row, have more bytes than the engine allows.
+    """Raise RequestError if the logits, padded to the longest row, exceed the engine's limit in bytes.
 
-    context, generation: which are wanted, of prompts and of new tokens. prompts, counts: tokens of each row's
-    prompt, and at most of its answer.
+    context, generation: whether logits of prompts and of new tokens are requested. prompts, counts: for each
+    row the tokens of its prompt and the maximum number of new tokens.
     """
     width = (max(prompts) if context else 0) + (max(counts) if generation else 0)
     size = len(prompts) * width * limits.vocab_size * _LOGIT_BYTES

@@ -1,8 +1,8 @@
 """The open requests of a door: submitted, held while the engine starts, and ended exactly once.
 
-A request whose engine is lost waits for the next one, which continues it behind the events that its sink has
-(messages.Sent). It does so once: a request that kills engines ends with the second one. Used by the thread
-of the engine link only, so without a lock. Nothing here knows about sockets.
+A request whose engine is lost waits for the next one, which continues it after the events that its sink has
+received (messages.Sent). This happens once: a request that kills engines ends with the second one. Used only
+by the engine link's thread, so without a lock. Independent of sockets.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.backend.service.delivered import Delivered
 from tridecode.backend.wire import messages as m
 
-#: finishes that end a whole request, whatever its other sequences do
+#: finishes that end the whole request, including its other sequences
 FAILURES = ("error", "cancelled", "deadline")
-#: the engine must end a request by its deadline; this much later its door does
+#: the engine must end a request by its deadline; this much later the door ends it
 _OVERDUE_S = 5.0
 
 Sink = Callable[[m.Event], None]
@@ -32,14 +32,16 @@ _log = logging.getLogger("tridecode.door")
 
 @dataclass
 class OpenRequest:
-    """frame: its encoded Submit. unfinished: sequences that have not ended. Times are monotonic seconds.
+    """frame: the encoded Submit. unfinished: sequences that have not ended. Times are monotonic seconds.
 
-    hold_until: when it is refused if no engine is ready (sent False). timeout_s: 0.0 is the engine's default.
-    expires_at: when the engine must have ended it; 0.0: not known yet. resume_within_s: how long it waits for
-    the next engine if it has no deadline of its own; 0.0: it ends with its engine. session: where it is a
-    round of one; history: the tokens that each row of the session keeps for it.
-    delivered: the events that the sink has; None: it cannot be continued. lost: why the engine that had begun
-    it is gone; "": none has been lost. resumed: a second engine has it.
+    hold_until: time at which it is refused if no engine is ready (sent False). timeout_s: 0.0 is the engine's
+    default. expires_at: time by which the engine must have ended it; 0.0: not known yet. resume_within_s:
+        how long it waits for the next engine if it has no deadline of its own; 0.0: it ends with its engine.
+        session: set if it is a round of a session; history: the session's stored tokens, for each row.
+    delivered:
+        the events that the sink has received; None: it cannot be continued. lost: why the engine that had
+    begun
+        it is gone; "": no engine was lost. resumed: a second engine is processing it.
     """
 
     request: int
@@ -63,12 +65,15 @@ class OpenRequest:
 
     @property
     def number(self) -> int:
-        """Its number in messages. That of a resumed request is negative: an engine that has forgotten this
-        door, and runs on, may still say that it has cancelled the request of the positive number."""
+        """Its number in messages.
+
+        A resumed request has a negative one: an engine that has forgotten this door but still runs may yet
+        report that it has cancelled the request with the positive number.
+        """
         return -self.request if self.resumed else self.request
 
     def wait_for_another(self, text: str, now: float) -> None:
-        """The engine that has begun it is lost."""
+        """Mark it as waiting, since the engine that had begun it is lost."""
         self.sent, self.lost = False, text
         self.hold_until = now + self.resume_within_s
         if self.timeout_s and self.expires_at:
@@ -78,7 +83,8 @@ class OpenRequest:
 @dataclass
 class ResumeCounts:
     """Totals of a door, for its metrics. wait_s: seconds from the loss of an engine to the next one, summed
-    over the requests."""
+    over the requests.
+    """
 
     requests: int = 0
     wait_s: float = 0.0
@@ -87,16 +93,17 @@ class ResumeCounts:
 class OpenRequests:
     """Requests by number. A sink that raises ends its own request.
 
-    send(message or frame): to the engine; False if that is not possible. state(): the engine's, for refusals.
+    send(message or frame): sends to the engine; returns False if that is not possible. state(): the engine's
+    state, for refusals.
     """
 
     def __init__(self, send: Callable[..., bool], state: Callable[[], m.EngineState]) -> None:
         self._send, self._state = send, state
         self._open: dict[int, OpenRequest] = {}
-        self._limits: m.Limits | None = None  # of the engine that takes requests now
+        self._limits: m.Limits | None = None  # number of the engine that takes requests now
         self._lost_at = 0.0
         self._engines = 0  # lost so far
-        self._sessions: dict[int, int] = {}  # session -> _engines when its last round was sent
+        self._sessions: dict[int, int] = {}  # session -> value of _engines when its last round was sent
         self.resumed = ResumeCounts()  # read by other threads
 
     def submit(self, entry: OpenRequest) -> None:
@@ -134,7 +141,7 @@ class OpenRequests:
             self._send(m.Cancel(event.request))
 
     def engine_ready(self, limits: m.Limits) -> None:
-        """Send what was held, and what another engine had begun."""
+        """Send the held requests, and those that another engine had begun."""
         self._limits = limits
         waiting = [entry for entry in self._open.values() if not entry.sent]
         self._note_resumed([entry for entry in waiting if entry.lost])
@@ -142,7 +149,7 @@ class OpenRequests:
             self._send_submit(entry, limits)
 
     def engine_lost(self, text: str) -> None:
-        """What the engine had waits for the next one, or ends. Holds what comes."""
+        """Let the engine's requests wait for the next engine, or end them; hold new ones."""
         now = time.monotonic()
         if self._limits is not None:
             self._lost_at = now
@@ -153,7 +160,7 @@ class OpenRequests:
         for entry in waiting:
             entry.wait_for_another(text, now)
         if waiting:
-            _log.warning("engine link: %d requests wait for another engine: %s", len(waiting), text)
+            _log.warning("engine link: %d requests are waiting for another engine: %s", len(waiting), text)
         for entry in begun:
             if entry.sent:
                 self._fail(entry, text)
@@ -201,14 +208,14 @@ class OpenRequests:
             self._fail(entry, "the engine takes no messages")
 
     def _with_history(self, entry: OpenRequest) -> bytes:
-        """The frame, with the session's tokens where a lost engine had the session."""
+        """Return the frame, with the session's tokens if a lost engine had the session."""
         wanted = entry.session
         if wanted is None or not wanted.kept or self._sessions.get(wanted.session) == self._engines:
             return entry.frame
         return m.encode(msgspec.structs.replace(_submit_of(entry), session=_with_tokens(wanted, entry)))
 
     def _resumed_frame(self, entry: OpenRequest, limits: m.Limits) -> bytes:
-        """The frame for the second engine; b"" if nobody knows where to continue."""
+        """Return the frame for the second engine; b"" if it is unknown where to continue."""
         assert entry.delivered is not None
         submit, sent = _submit_of(entry), entry.delivered.sent(limits.vocab_size)
         if _is_unclear(submit.sequences, sent):
@@ -265,13 +272,15 @@ def _submit_of(entry: OpenRequest) -> m.Submit:
 
 
 def _with_tokens(wanted: m.SessionRound, entry: OpenRequest) -> m.SessionRound:
-    """The round for an engine that does not have the session."""
+    """Return the round for an engine that does not have the session."""
     history = [np.asarray(row, "<i4").tobytes() for row in entry.history]
     return msgspec.structs.replace(wanted, history=history)
 
 
 def _is_unclear(sequences: list[m.SequenceRequest], sent: list[m.Sent]) -> bool:
-    """Whether a part of a prompt's logits was sent, and virtual tokens, which have none, may be next."""
+    """Return whether part of a prompt's logits was sent and virtual tokens, which have no logits, may be
+    next.
+    """
     learned = [one.learned for one in sequences for _ in range(one.params.num_sequences)]
     return any(
         table is not None and one.context_rows and not (one.tokens or one.steps)

@@ -1,4 +1,4 @@
-"""The process whose life an engine shares, as its front end names it."""
+"""The process on whose life an engine depends, as named by its front end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Owner:
     """The engine's supervisor ends the engine when this process ends.
 
-    pid: of a server, or of the front end itself. shared_memory: name of a shared memory region that the
+    pid: that of a server, or of the front end itself. shared_memory: name of a shared memory region that the
     supervisor unlinks if the process is killed; "": none.
     """
 
@@ -22,6 +22,8 @@ class Owner:
         return cls(os.getpid())
 
     def is_gone(self) -> bool:
-        """Whether the process has ended without ending this one, which must then end itself. Called four
-        times a second. False for a front end that is its own owner."""
+        """Return whether the process has ended without ending this one, which must then exit.
+
+        Called four times a second. False for a front end that is its own owner.
+        """
         return False

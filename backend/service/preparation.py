@@ -1,7 +1,7 @@
-"""Requests between Triton's thread and the engine: parsed and tokenised on two threads of their own.
+"""Parses and tokenises requests on two threads, between the front end's thread and the engine.
 
-execute() returns at once. A request that takes long to prepare delays no heartbeat; small requests have a
-thread of their own, so it delays no small request either. The queues are bounded in requests and bytes.
+execute() returns at once. A request that takes long to prepare delays no heartbeat, and since small requests
+have a thread of their own, no small request either. The queues are bounded in requests and bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Callable
 
 from tridecode.backend.base.errors import CapacityError
 
-#: largest small request, in bytes: 10 ms of tokenising
+#: largest request that counts as small, in bytes: 10 ms of tokenising
 SMALL_BYTES = 16_384
 
 Job = Callable[[], None]
@@ -28,7 +28,7 @@ class Preparation:
 
     @property
     def pending(self) -> int:
-        """Jobs that have not ended."""
+        """Return the number of jobs that have not ended."""
         return self._small.count + self._large.count
 
     def start(self) -> Preparation:

@@ -1,4 +1,4 @@
-"""Sampling parameters and end tokens of a request, by rules that all front ends have in common."""
+"""Sampling parameters and end tokens of a request, by rules that all front ends share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tridecode.backend.wire.sampling_params import MAX_END_IDS, SamplingParams, 
 def sampling_params(
     named: Mapping[str, Any], limits: Limits, names: Mapping[str, str], clip_top_p: bool = False
 ) -> SamplingParams:
-    """SamplingParams from the parameters that a request sets, by FasterTransformer's rules, as TensorRT-LLM.
+    """Return SamplingParams for the parameters that a request sets, by the rules of FasterTransformer and
+    TensorRT-LLM.
 
     top_k 0 and top_p 0, or neither: greedy. top_k alone: the k most likely tokens. top_p alone: the nucleus
     of the vocabulary. A top_k above the vocabulary keeps all tokens. clip_top_p: a top_p above 1 counts as 1,
-    as with FasterTransformer; else it is refused. top_p_decay, top_p_min and top_p_reset_id are used without
-    top-k only; 0 stands for the default of the first two (FasterTransformer replaced a top_p_min of 0 by
-    0.5). names: parameter -> the client's name of it, for errors. Raises RequestError.
+    as with FasterTransformer; else it is refused. top_p_decay, top_p_min and top_p_reset_id apply only
+    without top-k; 0 means the default of the first two (FasterTransformer replaced a top_p_min of 0 by 0.5).
+    names: parameter -> the client's name of it, for errors. Raises RequestError.
     """
     values = dict(named)
     top_p = _nucleus(values.get("top_p", 0.0), names.get("top_p", "top_p"), clip_top_p)
@@ -48,7 +49,7 @@ def sampling_params(
 
 
 def _nucleus(top_p: float, name: str, clip: bool) -> float:
-    """top_p from 0 to 1; RequestError for any other value, NaN included."""
+    """Return top_p, from 0 to 1. Raises RequestError for any other value, NaN included."""
     if clip and 1.0 < top_p < math.inf:
         return 1.0
     if not 0.0 <= top_p <= 1.0:
@@ -58,7 +59,9 @@ def _nucleus(top_p: float, name: str, clip: bool) -> float:
 
 
 def check_one_penalty(named: Mapping[str, Any]) -> None:
-    """RequestError if both a repetition and a presence penalty have an effect, as with FasterTransformer."""
+    """Raise RequestError if both a repetition and a presence penalty have an effect, as with
+    FasterTransformer.
+    """
     repetition, presence = named.get("repetition_penalty", 1.0), named.get("presence_penalty", 0.0)
     if repetition != 1.0 and presence != 0.0:
         found = f"repetition_penalty is {repetition} and presence_penalty is {presence}"
@@ -66,8 +69,11 @@ def check_one_penalty(named: Mapping[str, Any]) -> None:
 
 
 def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = None) -> list[int]:
-    """The tokens that end a text of the model, its end_id first. more: further ones, of config.pbtxt. first:
-    in place of the model's end_id. Raises ConfigError if they are too many."""
+    """Return the tokens that end a text of the model, its end_id first.
+
+    more: further ones from config.pbtxt. first: replaces the model's end_id. Raises ConfigError if they are
+    too many.
+    """
     ids = dict.fromkeys((limits.end_id if first is None else first, *limits.more_end_ids, *more))
     ends = [token for token in ids if 0 <= token < limits.vocab_size]
     if len(ends) > MAX_END_IDS:
@@ -77,8 +83,11 @@ def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = Non
 
 
 def chosen_ends(end_id: int, ends: Sequence[int], limits: Limits) -> dict[str, Any]:
-    """The parameters of a request that names this end_id: with one of the model's `ends` all of these end the
-    text, with another that one alone, and with none of the vocabulary no token does."""
+    """Return the parameters of a request that sends this end_id.
+
+    If it is one of the model's `ends`, all of them end the text; another id of the vocabulary alone ends it;
+    with an id outside the vocabulary, no token does.
+    """
     if end_id in ends:
         return {"end_id": end_id, "more_end_ids": [token for token in ends if token != end_id]}
     return {"end_id": end_id if 0 <= end_id < limits.vocab_size else -1}

@@ -1,4 +1,4 @@
-"""A request of texts, as every front end hands it to the text service."""
+"""A text request, in the form in which every front end passes it to the text service."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FieldNames:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What a request of B texts wants; lists have one item a text.
+    """A request of B texts; lists have one item per text.
 
-    stop_words: matched in the text. exclude: a whole answer does not begin with its prompt.
-    show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
-    skip_special: special tokens are left out of the answer; None: as the service's settings say. log_probs:
-    of alternatives. tables: of virtual tokens, of each text; (): none has one. add_special_tokens: to the
-    prompts, by the tokenizer. cut: max_tokens is reduced where the prompt leaves less room; else the request
-    is refused.
+    stop_words: matched in the text. exclude: a whole answer does not begin with its prompt. show_stop,
+    min_tokens: see Completion. keep_last: number of tokens of a longer prompt to keep, from its end; 0: all.
+    skip_special: omit special tokens from the answer; None: use the service's setting. log_probs: of
+    alternatives. tables: the table of virtual tokens of each text; (): none has one. add_special_tokens: let
+    the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves less room; otherwise
+    the request is refused.
     """
 
     prompts: Sequence[Prompt]
@@ -58,13 +58,16 @@ class TextRequest:
     def of_one(
         cls, prompt: Prompt, params: SamplingParams, stop_words: Sequence[str] = (), streaming: bool = True
     ) -> TextRequest:
-        """One prompt whose answer has neither the prompt nor an adapter."""
+        """Return a request of one prompt, without an adapter, whose answer omits the prompt."""
         words = tuple(dict.fromkeys(word for word in stop_words if word))
         return cls([prompt], [params], [words], [""], [0], streaming, exclude=True)
 
 
 def check_texts(asked: TextRequest, limits: TextLimits) -> int:
-    """Bytes of a request's texts and token ids. RequestError for texts that are too large."""
+    """Return the bytes of a request's texts and token ids.
+
+    Raises RequestError for texts that are too large.
+    """
     total, name = 0, asked.names.prompt
     for row, prompt in enumerate(asked.prompts):
         size = len(prompt.encode("utf-8")) if isinstance(prompt, str) else _ID_BYTES * len(prompt)

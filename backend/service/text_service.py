@@ -1,4 +1,4 @@
-"""Text requests to the engine: limits, tokenising, completions with stop words, submission."""
+"""Serves text requests: limits, tokenising, completions with stop words, submission to the engine."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _log = logging.getLogger("tridecode.service")
 
 @dataclass(frozen=True)
 class PreparedText:
-    """A text request that the engine can have. rows: one for each sequence, texts in order."""
+    """A text request that is ready for the engine. rows: one for each sequence, texts in order."""
 
     rows: list[Completion]
     submissions: list[Submission]
 
 
 class TextService:
-    """A request of B texts becomes B requests of the engine, so that each can be stopped independently."""
+    """Turns a request of B texts into B engine requests, so that each can be stopped independently."""
 
     def __init__(
         self,
@@ -52,24 +52,25 @@ class TextService:
         max_prompt_bytes: int | None = None,
         max_request_bytes: int | None = None,
     ):
-        """stop_ids: further ids that end a text, besides those of the model. max_prompt_bytes,
-        max_request_bytes: limits of `submit`; None: see text_limits."""
+        """stop_ids: ids that end a text in addition to the model's. max_prompt_bytes,
+        max_request_bytes: limits of `submit`; None: see text_limits.
+        """
         self.engine, self.tokenizer = engine, tokenizer
         self._stop_ids = tuple(stop_ids)
         self._max_prompt_bytes, self._max_request_bytes = max_prompt_bytes, max_request_bytes
         self._chat: ChatTemplate | None = None
 
     def end_ids(self, limits: Limits) -> list[int]:
-        """The tokens that end a text by default: the engine's, else the tokenizer's, and stop_ids."""
+        """Return the tokens that end a text by default: the engine's, else the tokenizer's, and stop_ids."""
         first = limits.end_id if limits.end_id >= 0 else self.tokenizer.end_id
         return model_ends(limits, self._stop_ids, first)
 
     def bad_word_ids(self, rows: Sequence[tuple[str, ...]]) -> list[list[list[int]]]:
-        """SamplingParams.bad_words of each row's words."""
+        """Return SamplingParams.bad_words for each row's words."""
         return bad_word_ids(self.tokenizer.tokenizer, rows)
 
     def prepare(self, asked: TextRequest, client: ClientRequest, limits: Limits) -> PreparedText:
-        """Tokenise and check a request; its events go to client.put_row.
+        """Tokenise and check a request, whose events go to client.put_row.
 
         Raises RequestError, and RequestCancelled as soon as the client's request has ended.
         """
@@ -103,7 +104,7 @@ class TextService:
         resume: bool = True,
         together: bool = False,
     ) -> TextStream:
-        """Begin a request of a front end that reads its answer from the stream; other threads prepare it.
+        """Begin a request and return the stream of its answer; other threads prepare it.
 
         sink: see TextStream. label: the client's id. timeout_s, resume: see EngineService.submit. together:
         see Answer. Raises RequestError for texts that are too large, CapacityError if too many requests are
@@ -130,7 +131,8 @@ class TextService:
         return stream
 
     def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
-        """The prompt of a chat, for a TextRequest without add_special_tokens. values: see ChatTemplate.
+        """Return the prompt of a chat, for a TextRequest without add_special_tokens. values: see
+        ChatTemplate.
 
         Takes up to RenderLimits.seconds. Raises RequestError for a model without a chat template and for
         messages that its template refuses, CheckpointError if the template cannot be read.
@@ -147,8 +149,9 @@ class TextService:
     def _tokenise(
         self, asked: TextRequest, tables: Sequence[RowPrompt | None], limits: Limits, client: ClientRequest
     ) -> tuple[list[list[int]], list[np.ndarray], list[SamplingParams]]:
-        """Token ids of the prompts, checked to fit, those for the engine, which have virtual tokens, and the
-        parameters that fit."""
+        """Return the prompts' token ids, the engine's ids (with virtual tokens) and the parameters, all
+        checked to fit.
+        """
         prompts, placed, params = [], [], []
         name = asked.names.prompt
         found_ids = self.tokenizer.ids(asked.prompts, asked.add_special_tokens)
@@ -174,8 +177,10 @@ class TextService:
     def _beam_params(
         self, params: SamplingParams, words: tuple[str, ...], limits: Limits, name: str
     ) -> SamplingParams:
-        """The parameters of a beam search, which compares beams that have ended: the engine gets the stop
-        words, too."""
+        """Return the parameters of a beam search.
+
+        It compares ended beams, so the engine needs the stop words, too.
+        """
         (ids,) = self.bad_word_ids([words])
         stop_words = params.stop_words + ids
         request_limits.check_word_tokens(name, stop_words, limits.max_stop_word_tokens)
@@ -190,7 +195,7 @@ class TextService:
         stop_words: StopAutomaton,
         siblings: Siblings,
     ) -> list[Completion]:
-        """One for each sequence of a text."""
+        """Return one completion for each sequence of a text."""
         completions = []
         for index in range(params.num_sequences):
             one = Completion(
@@ -223,7 +228,10 @@ def _sequence(
 
 
 def _fit(prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
-    """The parameters of a prompt of this many tokens; RequestError if the answer has no room."""
+    """Return the parameters for a prompt of this many tokens.
+
+    Raises RequestError if the answer has no room.
+    """
     names = asked.names
     if asked.cut:
         return request_limits.cut_to_room(prompt or 1, params, limits, names.prompt, names.max_tokens)
@@ -250,7 +258,8 @@ def _check_tokenized(ids: list[int], vocab_size: int, name: str) -> None:
     if max(ids, default=0) >= vocab_size:
         found = f"the tokenizer gives the id {max(ids)} for {name}"
         raise RequestError(
-            f"{found}; the model's vocabulary has {vocab_size:,} ids: they do not belong together"
+            f"{found}; the model's vocabulary has {vocab_size:,} ids, so tokenizer and model do not belong "
+            f"together"
         )
 
 

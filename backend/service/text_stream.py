@@ -1,4 +1,4 @@
-"""A text request of a front end that reads its answer when it likes: the handle of TextService.submit."""
+"""The stream of a text request, returned by TextService.submit; the front end reads it at its own pace."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tridecode.backend.wire.messages import Event
 
 
 class TextStream(ClientRequest):
-    """Collects the events of a request until `take` makes pieces of text of them.
+    """Collects the events of a request until `take` turns them into pieces of text.
 
     The sink is called with the stream when there is something to take, mostly on another thread, and not
-    again before the next `take`; `take` itself may call it. It must not block. `take` decodes, so it belongs
-    on a thread or into the event loop of the front end, one thread at a time. Once it has raised, or
+    again before the next `take`; `take` itself may call it. It must not block. `take` decodes, so call it on
+    a thread or in the event loop of the front end, from one thread at a time. Once it has raised, or
     `finished` is true, the request has ended.
     """
 
@@ -35,11 +35,11 @@ class TextStream(ClientRequest):
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended, and was taken."""
+        """Return whether every row has ended and was taken."""
         return self._answer is not None and self._answer.finished
 
     def begin(self, answer: Answer) -> None:
-        """Called once, before the engine gets the request. answer: decides which pieces come together."""
+        """Called once, before the engine gets the request. answer: decides which pieces are grouped."""
         self._answer = answer
 
     def put_row(self, row: int, event: Event) -> None:
@@ -58,8 +58,10 @@ class TextStream(ClientRequest):
         self.fail(RequestCancelled("the client has cancelled the request"))
 
     def take(self) -> list[dict[int, Piece]]:
-        """What has come since the last call: row -> its piece, one dict for each group of rows that belong
-        together. Raises the TridecodeError that the request ended with."""
+        """Return the pieces since the last call: one dict, row -> piece, for each group of rows.
+
+        Raises the TridecodeError that ended the request.
+        """
         self._woken = False  # before the events are read: later ones wake the sink again
         if self._failure is not None:
             raise self._failure

@@ -1,4 +1,4 @@
-"""A tokenizer folder as text requests use it."""
+"""The tokenizer of text requests, loaded from a folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tridecode.backend.text.tokenizer_files import cleans_up, end_token_id, load
 
 
 class TextTokenizer:
-    """end_id: of the tokenizer's end token; -1: it has none. view: how answers are decoded by default."""
+    """end_id: id of the tokenizer's end token; -1: it has none. view: decodes answers by default."""
 
     def __init__(self, folder: Path, setting: str = "", skip_special_tokens: bool = True):
-        """setting: what names the folder, for errors. Raises ConfigError."""
+        """setting: the setting that names the folder, for errors. Raises ConfigError."""
         self.folder = folder
         self.tokenizer = load_tokenizer(folder, setting or "the tokenizer's folder")
         self.end_id = end_token_id(folder, self.tokenizer)
@@ -24,8 +24,10 @@ class TextTokenizer:
         self.view = self.view_of(skip_special_tokens)
 
     def view_of(self, skip_special: bool | None) -> TokenizerView:
-        """How an answer is decoded, with or without special tokens; None: as by default. The first use of a
-        view reads the whole tokenizer."""
+        """Return the view that decodes with or without special tokens; None: the default.
+
+        The first use of a view reads the whole tokenizer.
+        """
         if skip_special is None:
             return self.view
         if skip_special not in self._views:
@@ -33,14 +35,17 @@ class TextTokenizer:
         return self._views[skip_special]
 
     def ids(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> Iterator[list[int]]:
-        """The token ids of each prompt. Lazy: texts that the caller does not reach are not tokenised."""
+        """Yield the token ids of each prompt.
+
+        Lazy: texts that the caller does not reach are not tokenised.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = encode(self.tokenizer, texts, add_special_tokens)
         for prompt in prompts:
             yield next(encoded) if isinstance(prompt, str) else list(prompt)
 
     def text(self, prompt: Prompt) -> str:
-        """The text of a prompt."""
+        """Return the text of a prompt."""
         if isinstance(prompt, str):
             return prompt
         return self.view.text(self.view.shown(list(prompt)))

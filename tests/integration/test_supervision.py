@@ -396,7 +396,7 @@ def test_streams_of_a_dead_or_frozen_engine_are_unbroken(repository, how):
         assert stream.done.wait(20) and not stream.error
         assert stream.last[0, 0].tolist() == [5, 6, 7, *wanted]
     print(f"{how.name}: longest gap {max(stream.longest_gap_s for stream in streams):.1f} s")
-    assert "requests wait for another engine" in service.server.log()
+    assert "requests are waiting for another engine" in service.server.log()
     assert "another engine continues 8 requests" in service.server.log()
     assert service.triton == triton
 

@@ -1,1 +1,1 @@
-"""KV cache blocks and slots: who holds them. Host only, without torch."""
+"""KV cache blocks and batch slots, and their owners. Host only, without torch."""

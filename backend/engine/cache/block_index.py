@@ -1,8 +1,9 @@
-"""The blocks of the paged cache: users, identities, order of eviction. Plain Python: no torch, no GPU.
+"""The blocks of the paged cache: users, identities, order of eviction. Host only, without torch.
 
-The identity of a block is a keyed hash of the block before it, its token ids, and all else that its keys and
-values depend on (`Context`). The hash key is random in each process, so a request cannot aim at the identity
-of another's block. A block with an identity outlives its users: it is kept until others need its place.
+The identity of a block is a keyed hash of the previous block's identity, its token ids, and everything else
+that its keys and values depend on (`Context`). The hash key is random in each process, so a request cannot
+forge the identity of another's block. A block with an identity outlives its users: it stays cached until it
+is evicted.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _KEY_BYTES = 16
 
 
 class Context(NamedTuple):
-    """What the values of a block depend on beside its tokens.
+    """Everything besides its tokens that the keys and values of a block depend on.
 
     adapter, prompt: the numbers that plans use for the loaded adapter and for the table of virtual tokens; -1
-    for none. shift: added to rotary positions. ring: see sessions.py; 0: none. salt: whose blocks they are;
+    for none. shift: added to rotary positions. ring: see sessions.py; 0: none. salt: separates owners;
     requests with different salts never find each other's blocks.
     """
 
@@ -33,11 +34,11 @@ class Context(NamedTuple):
 
 
 class BlockIndex:
-    """Blocks 0 .. num_blocks - 1: a count of users for each, an identity for some. Scheduler's thread only.
+    """Blocks 0 .. num_blocks - 1, each with a user count and some with an identity. Scheduler's thread only.
 
-    A block is in use, kept (an identity and no user) or free. Kept blocks are evicted in order of their last
-    use, the longest unused first, but a block never before the indexed blocks that follow it: so the parent
-    of an indexed block is indexed, too. Without identities this is a pool with counts.
+    A block is in use, cached (an identity and no user) or free. Cached blocks are evicted least recently used
+    first, but never before the indexed blocks that follow them, so the parent of an indexed block is always
+    indexed. Without identities this is a pool with reference counts.
     """
 
     def __init__(self, num_blocks: int):
@@ -45,18 +46,19 @@ class BlockIndex:
         self.num_kept = 0
         self._secret = secrets.token_bytes(32)
         self._users = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low numbers first
-        self._blocks: dict[bytes, int] = {}  # by identity
-        self._keys: dict[int, bytes] = {}  # by block: its identity
-        self._parents = [-1] * num_blocks  # of blocks with an identity; -1: the first of its chain
-        self._children = [0] * num_blocks  # how many indexed blocks follow
-        self._released = [0] * num_blocks  # when it lost its last user
-        self._clock = 0  # calls of `release`
+        # popped from the end, so that low numbers are taken first
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._blocks: dict[bytes, int] = {}  # identity -> block
+        self._keys: dict[int, bytes] = {}  # block -> identity
+        self._parents = [-1] * num_blocks  # block with an identity -> previous block; -1: first of its chain
+        self._children = [0] * num_blocks  # number of indexed blocks that follow
+        self._released = [0] * num_blocks  # time at which it lost its last user
+        self._clock = 0  # number of calls of `release`
         self._leaves: LazyHeap[tuple[int, int]] = LazyHeap(self._is_leaf)  # (time, block): evicted next
 
     @property
     def num_free(self) -> int:
-        """Blocks without a user and without an identity."""
+        """Return the number of blocks without a user and without an identity."""
         return len(self._free)
 
     def users(self, block: int) -> int:
@@ -65,7 +67,10 @@ class BlockIndex:
     # ------------------------------------------------------------ users
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free blocks with one user each. Raises MemoryError where fewer are free; see `evict`."""
+        """Return `count` free blocks with one user each.
+
+        Raises MemoryError if fewer are free; see `evict`.
+        """
         if count > len(self._free):
             raise MemoryError(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free")
         rest = len(self._free) - count
@@ -78,7 +83,7 @@ class BlockIndex:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a user to each of the blocks, which are in use or kept."""
+        """Add a user to each of the blocks, which must be in use or cached."""
         users = self._users
         for block in blocks:
             if users[block] == 0:
@@ -87,8 +92,7 @@ class BlockIndex:
             users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a user from each of the blocks. The last user's blocks are kept if they have an identity,
-        else free."""
+        """Remove a user from each of the blocks. A block without users stays cached if it has an identity."""
         users, keys, free = self._users, self._keys, self._free
         kept = []
         for block in blocks:
@@ -112,12 +116,14 @@ class BlockIndex:
     # ------------------------------------------------------------ identities
 
     def root(self, context: Context) -> bytes:
-        """The parent of the first block of every chain with this context."""
+        """Return the parent of the first block of every chain with this context."""
         return self._hash(repr(tuple(context)).encode())
 
     def chain(self, parent: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
-        """The identities of consecutive blocks after `parent`. Each has the next block_bytes of ids; the last
-        may have fewer."""
+        """Return the identities of consecutive blocks after `parent`.
+
+        Each block holds the next block_bytes of ids; the last may hold fewer.
+        """
         keys = []
         for first in range(0, len(ids), block_bytes):
             parent = self._hash(parent, ids[first : first + block_bytes])
@@ -125,8 +131,9 @@ class BlockIndex:
         return keys
 
     def insert(self, parent: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Give consecutive blocks, which are in use, their identities. parent: the identity of an indexed
-        block, or a root. An identity that another block has already stays with that one."""
+        """Give consecutive blocks, which must be in use, their identities. parent: the identity of an indexed
+        block, or a root. If another block already has an identity, it keeps it.
+        """
         before = self._blocks.get(parent, -1)
         for key, block in zip(keys, blocks):
             known = self._blocks.get(key)
@@ -140,7 +147,7 @@ class BlockIndex:
             before = known
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest indexed beginning of a chain. It does not become their user."""
+        """Return the blocks of the longest indexed prefix of a chain, without adding a user."""
         found = []
         for key in keys:
             block = self._blocks.get(key)
@@ -150,18 +157,19 @@ class BlockIndex:
         return found
 
     def is_exclusive(self, block: int) -> bool:
-        """Whether the block's one user may overwrite it, once its identity is gone."""
+        """Return whether the block's only user may overwrite it once its identity is removed."""
         return self._users[block] == 1 and self._children[block] == 0
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Take the identities of consecutive blocks, the last first; those without a user become free. A
-        block that indexed blocks follow keeps its identity."""
+        """Remove the identities of consecutive blocks, the last first; blocks without a user become free. A
+        block that is followed by indexed blocks keeps its identity.
+        """
         for block in reversed(blocks):
             if block in self._keys and self._children[block] == 0:
                 self._remove(block)
 
     def evict(self, count: int) -> None:
-        """Free `count` kept blocks, or as many as can be."""
+        """Evict `count` cached blocks, or as many as possible."""
         while count > 0 and (leaf := self._leaves.first()) is not None:
             self._leaves.pop()
             self._remove(leaf[1])
@@ -178,13 +186,13 @@ class BlockIndex:
             self._offer(parent)
 
     def _offer(self, block: int) -> None:
-        """Put the block into the order of eviction if it may be evicted."""
+        """Queue the block for eviction if it may be evicted."""
         leaf = self._released[block], block
         if self._is_leaf(leaf):
             self._leaves.push(leaf, leaf)
 
     def _is_leaf(self, leaf: tuple[int, int]) -> bool:
-        """Whether the block is kept since that time, and no indexed block follows it."""
+        """Return whether the block has been unused since that time and no indexed block follows it."""
         released, block = leaf
         return (
             block in self._keys

@@ -1,9 +1,9 @@
-"""Who holds which batch slot and which blocks of the paged cache; sharing and copy on write. No torch.
+"""Assigns batch slots and blocks of the paged cache; sharing and copy on write. No torch.
 
 Forks, samples of one prompt and rounds of a session are users of the same blocks in the index. A full block
-is never written again. A partial block that is shared is copied for the fork before its next token, unless
-the other users are gone by then. A block with an identity outlives its sequence until others need its place;
-only sessions (sessions.py) give identities.
+is never written again. A shared partial block is copied for the fork before its next token, unless the other
+users are gone by then. A block with an identity outlives its sequence until it is evicted; only sessions
+(sessions.py) give identities.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NO_RING = np.iinfo(np.int32).max
 class CacheManager:
     """Slots and blocks, held by a sequence from `admit` or `fork` to `release`. S slots, M columns.
 
-    lengths: (S,) int32, tokens in the cache once the planned steps have run; of a ring (sessions.py), tokens
-    that were ever in it. tables: (S, M) int32, blocks. rings: (S,) int32, places that the tokens of a slot
-    have in the cache; NO_RING: as many as they need.
+    lengths: (S,) int32, tokens in the cache once the planned steps have run; for a ring (sessions.py), tokens
+    that were ever in it. tables: (S, M) int32, blocks. rings: (S,) int32, cache positions that a slot's
+    tokens share; NO_RING: one per token.
     """
 
     def __init__(self, limits: SchedulerLimits):
@@ -34,7 +34,7 @@ class CacheManager:
         self.lengths = np.zeros(limits.max_sequences, np.int32)
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
         self.tables = np.zeros((limits.max_sequences, columns), np.int32)
-        self.reserved = 0  # free slots that running beam groups keep for their beams
+        self.reserved = 0  # free slots that are reserved for the beams of running groups
         self.rings = np.full(limits.max_sequences, NO_RING, np.int32)
         self._free_slots = list(range(limits.max_sequences))  # a heap
         self._sharing: list[Sequence] = []  # forks since the last plan whose partial block may be shared
@@ -47,12 +47,11 @@ class CacheManager:
         return len(self._free_slots) - self.reserved
 
     def admit(self, sequence: Sequence, shift: int = 0, prefix: Sequence | None = None) -> bool:
-        """Assign a slot and the blocks of all known tokens; False, and nothing done, where they are not free.
+        """Assign a slot and the blocks of all known tokens; return False without effect if they are not free.
 
-        shift: added to the rotary positions. prefix: a sequence with the same prompt, all of which earlier
-        plans have put into the cache. The sequence uses the blocks of what `prefix` or its session has in
-        the cache. It takes the last of them over if that is partial and nobody else needs it, and else gets
-        a copy.
+        shift: added to the rotary positions. prefix: a sequence with the same prompt, which is completely
+        cached by earlier plans. The sequence uses the cached blocks of `prefix` or of its session. If
+        the last of them is partial, the sequence takes it over if nobody else needs it, or else gets a copy.
         """
         if self.num_free_slots < 1:
             return False
@@ -81,8 +80,10 @@ class CacheManager:
         return True
 
     def _cached(self, sequence: Sequence, shift: int, prefix: Sequence | None) -> tuple[int, list[int]]:
-        """How many of the sequence's first tokens are in the cache, and their blocks; its last token never is
-        one of them."""
+        """Return how many of the sequence's first tokens are cached, and their blocks.
+
+        The last token never counts.
+        """
         group = sequence.group
         if group.row is not None:
             return group.row.find(self.index, sequence.num_known, context_of(group, shift), self.block_tokens)
@@ -92,9 +93,11 @@ class CacheManager:
         return length, prefix.blocks[: -(-length // self.block_tokens)]
 
     def admit_beams(self, beams: list[Sequence], width: int) -> bool:
-        """Slots and blocks of all beams of a group, which have equally many tokens; the rest of `width` slots
-        is reserved. They share the full blocks of the prompt, which the first one computes. False, and
-        nothing done, where something is not free."""
+        """Assign slots and blocks to all beams of a group, which have the same number of tokens; reserve the
+        rest of `width` slots. They share the full blocks of the prompt, which the first beam computes.
+
+                Returns False without effect if slots or blocks are missing.
+        """
         first, *others = beams
         size = self.block_tokens
         needed = -(-first.num_known // size)
@@ -110,38 +113,43 @@ class CacheManager:
         return True
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
-        """A reserved slot for a new beam, which shares all of its parent's blocks. The parent has no token in
-        flight, and `make_room` comes before either writes. The next plan copies the slot's sampling state."""
+        """Assign a reserved slot to a new beam, which shares all of its parent's blocks.
+
+        The parent must have no token in flight; call `make_room` before either of them writes. The next plan
+        copies the slot's sampling state.
+        """
         self.reserved -= 1
         self._join(parent, child)
         self._slot_copies[child.slot] = parent.slot
 
     def _join(self, parent: Sequence, child: Sequence) -> None:
-        """Make the child a user of all of its parent's blocks, with a slot of its own."""
+        """Give the child a slot of its own and make it a user of all of its parent's blocks."""
         self.index.share(parent.blocks)
         self._take_slot(child, self.lengths[parent.slot], parent.blocks)
 
     def _have(self, blocks: int) -> bool:
-        """Whether so many blocks are free, once kept ones have been evicted."""
+        """Return whether `count` blocks are free, after eviction of cached blocks if necessary."""
         if blocks > self.index.num_free:
             self.index.evict(blocks - self.index.num_free)
         return blocks <= self.index.num_free
 
     def fork(self, parent: Sequence, child: Sequence, *, copy_state: bool) -> bool:
-        """A slot for the child, which shares all of the parent's blocks; False where no slot is free.
+        """Assign a slot to the child, which shares all of the parent's blocks; return False if no slot is
+        free.
 
-        The parent has no token in flight. copy_state: the next plan copies the slot's sampling state."""
+        The parent must have no token in flight. copy_state: the next plan copies the slot's sampling state.
+        """
         if self.num_free_slots < 1:
             return False
         self._join(parent, child)
-        if copy_state:  # a parent that is itself to be copied to its slot stands for its source
+        if copy_state:  # a parent whose own slot is still to be copied is replaced by its source
             self._slot_copies[child.slot] = self._slot_copies.get(parent.slot, parent.slot)
         if self.lengths[child.slot] % self.block_tokens:
             self._sharing.append(child)
         return True
 
     def held(self, sequence: Sequence, shift: int) -> Held:
-        """What a sequence with a slot has in the cache. shift: of its rotary positions."""
+        """Return what a sequence with a slot has in the cache. shift: added to its rotary positions."""
         length = self.lengths.item(sequence.slot)
         return Held(sequence.blocks, length, context_of(sequence.group, shift))
 
@@ -160,20 +168,21 @@ class CacheManager:
         sequence.slot, sequence.blocks = -1, []
 
     def take_cleared(self) -> list[int]:
-        """Blocks that the next plan sets to zero: a request's table may have made values in them that are not
-        finite."""
+        """Return the blocks that the next plan sets to zero: a request's table may have left non-finite
+        values in them.
+        """
         cleared, self._cleared = self._cleared, []
         return cleared
 
     def take_sharing(self) -> list[Sequence]:
-        """The forks that need `make_room` although their last block is not full."""
+        """Return the forks that need `make_room` although their last block is not full."""
         sharing, self._sharing = self._sharing, []
         return sharing
 
     def make_room(self, sequence: Sequence) -> bool:
-        """A place for the next token in a block of the sequence's own; False where no block is free."""
+        """Make room for the next token in a block of the sequence's own; return False if no block is free."""
         places = len(sequence.blocks) * self.block_tokens
-        if places >= self.rings.item(sequence.slot):  # a ring has all its blocks, and shares none
+        if places >= self.rings.item(sequence.slot):  # a ring owns all of its blocks and shares none
             return True
         is_full = self.lengths.item(sequence.slot) == places
         if not is_full and self.index.users(sequence.blocks[-1]) == 1:
@@ -188,14 +197,15 @@ class CacheManager:
         return True
 
     def addresses(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """(n,) int32: block * block_tokens + offset, for the token at each place (n,) of its slot.
+        """Return (n,) int32, block * block_tokens + offset for each place (n,) of its slot.
 
-        The place is the token's position, modulo the slot's ring."""
+        A token's place is its position modulo the slot's ring.
+        """
         size = self.block_tokens
         return self.tables[slots, positions // size] * size + positions % size
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(source, destination) of the slots and of the blocks to copy before the next plan."""
+        """Return (source, destination) pairs of the slots and of the blocks to copy before the next plan."""
         slots = [(source, destination) for destination, source in self._slot_copies.items()]
         blocks = [(source, destination) for destination, source in self._block_copies.items()]
         self._slot_copies, self._block_copies = {}, {}
@@ -214,7 +224,10 @@ class CacheManager:
 
 
 def context_of(group: SequenceGroup, shift: int) -> Context:
-    """What the keys and values of the group's tokens depend on. shift: added to their rotary positions."""
+    """Return what the keys and values of the group's tokens depend on.
+
+    shift: added to their rotary positions.
+    """
     row, prompt = group.row, -1 if group.learned is None else group.learned.number
     if row is None:
         return Context(group.adapter, prompt, shift)

@@ -1,12 +1,12 @@
-"""Sessions: conversations whose tokens, and as far as possible keys and values, outlive their requests.
+"""Sessions: conversations whose tokens, and if possible their cache blocks, outlive their requests.
 
-A request with a SessionRound is a round of a session; each of its rows goes on from the tokens that the door
-names. Between rounds a row has no slot. Its cache blocks stay in the index (block_index.py) without a user,
-until others need their place; the next round finds those that are left. What is missing is computed again
-from the kept tokens, so an answer does not depend on it. Host only: no torch.
+A request with a SessionRound is a round of a session; each of its rows continues from the number of tokens
+that the door names. Between rounds a row has no slot. Its cache blocks stay in the index (block_index.py)
+without a user until they are evicted; the next round finds those that are left. Missing ones are recomputed
+from the stored tokens, so eviction does not change an answer. Host only: no torch.
 
-With memory_len (the row's `ring`), the token at position p is cached at index p mod ring, in place of the
-token `ring` positions before it, which no later token sees. Positions stay absolute. Source:
+With memory_len (the row's `ring`), the token at position p is cached at index p mod ring, replacing the token
+`ring` positions before it, which no later token attends to. Positions stay absolute. Source:
 FasterTransformer's circular cache (memory_max_len of its decoder attention).
 """
 
@@ -26,11 +26,11 @@ from tridecode.backend.wire.messages import SessionRound, Submit
 
 #: token ids that the sessions of an engine may reserve: 256 MiB
 MAX_RESERVED_TOKENS = 1 << 26
-#: what a row costs beside its ids, in ids
+#: overhead of a row besides its ids, in ids
 _ROW_TOKENS = 1024
-#: what a sequence can return only if all of its prompt is computed
+#: outputs that a sequence can have only if all of its prompt is computed
 _OF_PROMPTS = ("return_context_embedding", "return_context_logits", "return_context_log_prob")
-_EXPIRY_S = 0.5  # interval at which idle sessions are looked for
+_EXPIRY_S = 0.5  # interval between checks for idle sessions
 _MAX_REASONS = 1024
 
 _NOTHING = np.zeros(0, np.int32)
@@ -38,7 +38,7 @@ _ROWS = itertools.count()
 
 
 class Held(NamedTuple):
-    """What a sequence has in the cache: `written` tokens in its blocks, computed in that context."""
+    """A sequence's part of the cache: `written` tokens in its blocks, computed in that context."""
 
     blocks: list[int]
     written: int
@@ -52,8 +52,8 @@ class SessionRow:
     tokens: (n,) int32, all tokens up to the end of the last round. ring: see above; 0: every token stays in
     the cache. keys: the identities of the blocks that were computed for the first `written` tokens, or for
     the last `ring` of them, in that context; evicted ones are not in the index. peak: tokens ever written to
-    these blocks, `written` or more. reusable: how many of the first tokens the running round has in common
-    with those of the round before. salt: keeps its blocks apart from those of every other row.
+    these blocks, `written` or more. reusable: length of the prefix that the running round shares with the
+    round before. salt: separates its blocks from those of every other row.
     """
 
     ring: int = 0
@@ -66,18 +66,20 @@ class SessionRow:
     salt: str = field(default_factory=lambda: f"session row {next(_ROWS)}")
 
     def capacity(self, tokens: int) -> int:
-        """Places in the cache that a sequence of so many tokens needs."""
+        """Return the number of cache positions that a sequence of num_known tokens needs."""
         return min(tokens, self.ring) if self.ring else tokens
 
     def find(
         self, index: BlockIndex, num_known: int, context: Context, block_tokens: int
     ) -> tuple[int, list[int]]:
-        """The position from which a sequence of num_known tokens must be computed, and the blocks of the
-        tokens before it. The last token always is computed. Blocks of no use to the sequence lose their
-        identity."""
+        """Return the position from which a sequence of num_known tokens must be computed, and the blocks
+        before it.
+
+        The last token is always computed. Blocks that the sequence cannot use lose their identity.
+        """
         found = index.find(self.keys)
         first = min(self._present(len(found), block_tokens), self.reusable, num_known - 1)
-        # a ring that has wrapped lacks what the positions before its newest see
+        # a ring that has wrapped lacks tokens that positions before its newest attend to
         if context != self.context or (0 < self.ring < self.peak and first < self.peak - 1):
             first = 0
         used = -(-self.capacity(first) // block_tokens)
@@ -87,21 +89,29 @@ class SessionRow:
         return first, found[:used]
 
     def _present(self, blocks: int, block_tokens: int) -> int:
-        """Tokens in the cache if the first `blocks` blocks are. A ring that has wrapped needs all of them."""
+        """Return the number of cached tokens if the first `blocks` blocks are cached.
+
+        A wrapped ring needs all blocks.
+        """
         if 0 < self.ring < self.peak:
             return self.written if blocks == len(self.keys) else 0
         return min(self.written, blocks * block_tokens)
 
     def begin(self, full_blocks: int) -> None:
-        """A sequence uses the blocks that `find` returned. It writes to those that are not full, and to all
-        of a ring."""
+        """Mark the blocks that `find` returned as used.
+
+        The sequence writes to partial ones, and to all blocks of a ring.
+        """
         del self.keys[0 if self.ring else full_blocks :]
         if self.ring:
             self.written = 0
 
     def keep(self, index: BlockIndex, tokens: np.ndarray, held: Held | None, block_tokens: int) -> None:
-        """A round has ended with these tokens (n,). The blocks that its sequence is about to release get
-        their identities. held: None where the sequence had no slot."""
+        """Store the tokens (n,) of a round that has ended; index the blocks that its sequence is about to
+        release.
+
+        held: None if the sequence had no slot.
+        """
         self.tokens = tokens
         if held is None:
             self.written = min(self.written, self.reusable)
@@ -113,20 +123,20 @@ class SessionRow:
             return
         ids = np.ascontiguousarray(tokens[: self.written], "<i4")
         parent = index.root(held.context)
-        if 0 < self.ring < self.peak:  # every block has the newest tokens of some of its places
+        if 0 < self.ring < self.peak:  # every block has the newest tokens at some of its positions
             whole = ids.tobytes() + self.peak.to_bytes(8, "little")
             (parent,) = index.chain(parent, whole, len(whole))
             self.keys = index.chain(parent, bytes(-(-self.capacity(self.written) // block_tokens)), 1)
             index.insert(parent, self.keys, held.blocks)
             return
-        known = len(self.keys)  # of full blocks, which the sequence shared
+        known = len(self.keys)  # identities of full blocks, which the sequence shared
         parent = self.keys[-1] if self.keys else parent
         keys = index.chain(parent, ids[known * block_tokens :].tobytes(), 4 * block_tokens)
         index.insert(parent, keys, held.blocks[known:])
         self.keys += keys
 
     def forget(self, index: BlockIndex) -> None:
-        """Take the identities of all blocks; those without a user become free."""
+        """Remove the identities of all blocks; those without a user become free."""
         index.forget(index.find(self.keys))
         self.keys, self.written = [], 0
 
@@ -134,7 +144,8 @@ class SessionRow:
 @dataclass(eq=False)
 class Session:
     """rows: one conversation each. running: sequences of the round that has not ended. used_at: monotonic
-    seconds of the end of the last round."""
+    seconds of the end of the last round.
+    """
 
     rows: list[SessionRow]
     session_len: int
@@ -152,13 +163,14 @@ class Session:
 class SessionStore:
     """The sessions of all doors, by door and number; used by the scheduler's thread only.
 
-    limits.ring_fault: why this model cannot keep the last tokens alone; "" if it can.
+    limits.ring_fault: why this model cannot run with a ring; "" if it can.
     """
 
     def __init__(self, index: BlockIndex, limits: SchedulerLimits, clock: Callable[[], float]):
         self._index, self._limits, self._clock = index, limits, clock
         self._sessions: OrderedDict[tuple[bytes, int], Session] = OrderedDict()  # longest unused first
-        self._reasons: OrderedDict[tuple[bytes, int], str] = OrderedDict()  # of sessions that are gone
+        # reasons for which sessions have ended
+        self._reasons: OrderedDict[tuple[bytes, int], str] = OrderedDict()
         self._reserved = 0
         self._next_look = 0.0
 
@@ -167,14 +179,15 @@ class SessionStore:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of sessions that no running sequence uses."""
+        """Return the number of session blocks that no running sequence uses."""
         return self._index.num_kept
 
     def check(
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]
     ) -> tuple[Session, list[np.ndarray]]:
-        """The round's session, which `open` takes, and the whole prompt of each row: kept tokens, then new.
-        A round that brings the history of a session that is not known begins it with that history.
+        """Return the round's session, for `open`, and the whole prompt of each row: stored tokens, then new
+        ones. If the session is unknown and the round carries its history, the session begins with that
+                history.
 
         Changes nothing. Raises RequestError, SessionGoneError or CapacityError.
         """
@@ -182,7 +195,9 @@ class SessionStore:
         assert wanted is not None
         for name in _OF_PROMPTS:
             if any(getattr(sequence.params, name) for sequence in submit.sequences):
-                raise RequestError(f"{name} is true; a session, which computes no kept token again, has none")
+                raise RequestError(
+                    f"{name} is true; a session has none, because it does not recompute stored tokens"
+                )
         if any(sequence.params.num_slots > 1 for sequence in submit.sequences):
             raise RequestError("beam_width or num_return_sequences is above 1; a session accepts 1")
         session = self._sessions.get((door, wanted.session))
@@ -252,7 +267,7 @@ class SessionStore:
         return whole
 
     def open(self, door: bytes, submit: Submit, session: Session) -> None:
-        """Begin the round that `check` accepted. A session of the same number that it replaces ends."""
+        """Begin the round that `check` accepted, and end an older session of the same number."""
         assert submit.session is not None
         key, kept = (door, submit.session.session), submit.session.kept
         if self._sessions.get(key) is not session:
@@ -265,7 +280,7 @@ class SessionStore:
             row.reusable = count
 
     def keep(self, door: bytes, number: int, row: SessionRow, tokens: np.ndarray, held: Held | None) -> None:
-        """A sequence of the running round has ended with these tokens (n,) int32."""
+        """Store the tokens (n,) int32 of a sequence of the running round that has ended."""
         row.keep(self._index, tokens, held, self._limits.block_tokens)
         session = self._sessions[door, number]
         session.running -= 1
@@ -290,7 +305,7 @@ class SessionStore:
             del self._reasons[key]
 
     def expire(self) -> None:
-        """End the sessions that were idle for too long. Looks at most twice a second."""
+        """End the sessions that were idle for too long. Checks at most twice a second."""
         if not self._sessions or (now := self._clock()) < self._next_look:
             return
         self._next_look = now + _EXPIRY_S

@@ -1,1 +1,1 @@
-"""The optional features of a step: what each adds to a plan, and what becomes of its results. No torch."""
+"""The optional features of a step: what each adds to a plan, and how its results are used. No torch."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a step's rows, and those that end with it. No torch."""
+"""The LoRA adapters of a step's rows, and the adapters to unload. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 @dataclass
 class AdapterRows(StepPart):
     """numbers: (B,) int32, the number of each row's adapter, -1 for none; None if no row has one. dropped:
-    the numbers of adapters that neither this plan nor a later one names. No result."""
+    the numbers of adapters that this plan and later ones no longer use. No result.
+    """
 
     tag = "adapters"
     numbers: np.ndarray | None = None
@@ -44,7 +45,7 @@ class AdapterRows(StepPart):
 
 
 def drop_adapters(plan: StepPlan, dropped: list[int]) -> None:
-    """Add to a plan the adapters that end with it."""
+    """Add the adapters to unload to a plan."""
     part = plan.part(AdapterRows)
     if part is None:
         part = AdapterRows()

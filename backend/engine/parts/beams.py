@@ -1,4 +1,4 @@
-"""The beams of a step, which get candidates in place of one token. No torch."""
+"""Beam rows of a step: they return candidates instead of one token. No torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 @dataclass
 class BeamRows(StepPart):
-    """The samples of a step for which the most likely tokens are wanted in place of one token.
+    """The samples of a step that return the most likely tokens instead of one token.
 
     rows: (n,) int32, index among the step's samples; the slot of such a row is -1 in the plan. width: tokens
     for each. slots: (n,) int32, the batch slots with the sampling state of the beams. tokens: (n,) int32, the
-    token that the beam's slot does not know yet, -1 for none: the slot takes it before the candidates are
-    chosen. The host chooses the tokens of beams, so each step brings the choice of the one before.
+    newest token of each beam, -1 for none, which its slot does not have yet: it is added before the
+    candidates are chosen. The host chooses the tokens of beams, so each step carries the choice of the step
+    before.
 
     Result: (n, W) int32 token ids and (n, W) float32 log probabilities, most likely first; the step's tokens
     and log_probs of these rows are undefined.
@@ -46,7 +47,9 @@ class BeamRows(StepPart):
 
     @property
     def captures(self) -> bool:
-        """Candidates are chosen after the graph, which leaves the logits of these rows as they were."""
+        """Return True: candidates are chosen after the graph, which leaves the logits of these rows
+        unchanged.
+        """
         return True
 
     def encode(self) -> Any:
@@ -71,5 +74,5 @@ class BeamRows(StepPart):
         step.scheduler.take_candidates([step.sampled[row] for row in rows], *found)
 
     def digest(self, tokens: np.ndarray, found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """The candidates count: beams have no tokens of their own."""
+        """Return a digest of the candidates, since beams have no sampled token."""
         return np.ascontiguousarray(found[0], np.int32)

@@ -17,8 +17,9 @@ _decoder = msgspec.msgpack.Decoder(list[tuple[int, int]])
 
 @dataclass
 class ContextEmbeddings(StepPart):
-    """rows: (row, n): the sum over the first n tokens of the plan's row is returned. Result: (C,) float32 for
-    each."""
+    """rows: (row, n) pairs: the sum over the first n tokens of that plan row is returned. Result: (C,)
+    float32 for each.
+    """
 
     tag = "embeddings"
     rows: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Copies of cache blocks and of sampling state, where sequences fork. No torch."""
+"""Copies of cache blocks and sampling state for forked sequences. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 @dataclass
 class Forks(StepPart):
     """slots, blocks: (source, destination) pairs, executed before the step and before its `starts`; all
-    sources are read before any destination is written. No result."""
+    sources are read before any destination is written. No result.
+    """
 
     tag = "forks"
     slots: list[tuple[int, int]] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""One optional feature in one step: its bytes in the plan frame, and how its results are filed. No torch.
+"""Base class of a step's optional features: their bytes in the plan frame and the use of their results. No
+torch.
 
 The device side of a part is in device/parts.
 """
@@ -24,10 +25,10 @@ F = TypeVar("F")
 
 @dataclass
 class Commit:
-    """A step whose results are being filed.
+    """A step whose results are being committed.
 
-    sampled: the sequence of each sample. taken: indices of the samples that a part has dealt with, for which
-    the scheduler does nothing more. news: sequences that may have results which no token's event carries.
+    sampled: the sequence of each sample. taken: indices of the samples that a part has handled; the scheduler
+    skips them. news: sequences that may have results without a token's event to carry them.
     """
 
     scheduler: Scheduler
@@ -49,31 +50,35 @@ class StepPart:
         return False
 
     def encode(self) -> Any:
-        """The part as a value that msgspec encodes."""
+        """Return the part as a value that msgspec can encode."""
         raise NotImplementedError
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> StepPart:
-        """The part of a frame, within the plan, whose own fields are complete. Raises TridecodeError, whose
-        text begins with `where`, for a value or a length that does not fit."""
+        """Return the part of a frame for this plan, whose own fields are complete.
+
+        Raises TridecodeError, whose text begins with `where`, for a value or a length that does not fit.
+        """
         raise NotImplementedError
 
     def commit(self, step: Commit, found: Any) -> None:
-        """File the result of the device side, which is not None."""
+        """Apply the result of the device side, which is not None."""
 
     def digest(self, tokens: np.ndarray, found: Any) -> np.ndarray:
-        """int32: what the ranks compare of a step, given its tokens and the result of this part."""
+        """Return int32 values that the ranks compare after a step, given its tokens and this part's
+        result.
+        """
         return tokens
 
 
 def ints(values: np.ndarray) -> bytes:
-    """An array of int32 as little-endian bytes."""
+    """Return an int32 array as little-endian bytes."""
     assert values.dtype == np.int32, values.dtype
     return values.astype(_INT, copy=False).tobytes()
 
 
 def read_ints(data: bytes, count: int, where: str) -> np.ndarray:
-    """(count,) int32, read-only. Raises TridecodeError if the bytes are more or fewer."""
+    """Return (count,) int32, read-only. Raises TridecodeError if the number of bytes differs."""
     if len(data) != count * _INT.itemsize:
         raise TridecodeError(
             f"{where} has {len(data):,} bytes; {count:,} values of {_INT} need {count * _INT.itemsize:,}"
@@ -82,7 +87,7 @@ def read_ints(data: bytes, count: int, where: str) -> np.ndarray:
 
 
 def read(decoder: msgspec.msgpack.Decoder[F], data: msgspec.Raw, where: str) -> F:
-    """The value that a part has encoded. Raises TridecodeError."""
+    """Return the value that a part has encoded. Raises TridecodeError."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The tables of prompt learning that a step uses, receives and drops. No torch."""
+"""Prompt-learning tables that a step uses, receives and frees. No torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class PromptTables(StepPart):
 
     @property
     def captures(self) -> bool:
-        """A graph embeds token ids alone. Tables that are dropped, and blocks that are cleared, are done
-        before it."""
+        """Return whether only token ids are embedded: a graph cannot embed tables.
+
+        Frees and clears precede it.
+        """
         return not (self.tables.virtual or self.tables.uploads or self.tables.prefixes)
 
     def encode(self) -> Any:

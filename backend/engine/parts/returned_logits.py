@@ -1,4 +1,4 @@
-"""The logits that a step returns: of tokens of prompts, and of samples. No torch."""
+"""The logits that a step returns, for prompt tokens and for samples. No torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Index = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Logits of a prompt that a step returns: of `count` tokens of the plan's row `row`, from its token
-    `first` on.
+    """Prompt logits that a step returns: `count` tokens of the plan's row `row`, starting at its token
+    `first`.
 
-    targets: (count,) int32, the ids that follow these tokens: their log probabilities are summed and only the
-    sum is returned. None: the logits are returned.
+    targets: (count,) int32, the ids that follow these tokens; only the sum of their log probabilities is
+        returned. None: the logits are returned.
     """
 
     row: int
@@ -34,7 +34,8 @@ class LogitRows:
 @dataclass
 class FoundLogits:
     """rows: for each of ReturnedLogits.rows (n, V) float32, or () float64 with targets. samples: (n, V)
-    float32, n = len(ReturnedLogits.samples); None if it is empty."""
+    float32, n = len(ReturnedLogits.samples); None if it is empty.
+    """
 
     rows: list[np.ndarray]
     samples: np.ndarray | None = None
@@ -57,8 +58,9 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 @dataclass
 class ReturnedLogits(StepPart):
-    """rows: of prompts. samples: the samples, counted in row order, whose logits are returned. Result:
-    FoundLogits."""
+    """rows: prompt logits. samples: indices, in row order, of the samples whose logits are returned. Result:
+    FoundLogits.
+    """
 
     tag = "logits"
     rows: list[LogitRows] = field(default_factory=list)
@@ -89,7 +91,7 @@ class ReturnedLogits(StepPart):
         return cls([_logit_rows(one, where) for one in found.rows], found.samples)
 
     def commit(self, step: Commit, found: FoundLogits) -> None:
-        """File the logits with the `extras` of their sequences."""
+        """Add the logits to the `extras` of their sequences."""
         plan = step.plan
         for wanted, logits in zip(self.rows, found.rows):
             sequence = plan.sequences[wanted.row]

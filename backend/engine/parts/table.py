@@ -1,4 +1,4 @@
-"""The parts that a plan may have, by the tag of their frames. No torch."""
+"""Maps the tag of a part's frame to its class, for all parts that a plan may have. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most likely tokens of each sample, for the sequences that want them. No torch."""
+"""The most likely tokens of each sample, for the sequences that request them. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _decoder = msgspec.msgpack.Decoder(bytes)
 
 @dataclass
 class TopTokens(StepPart):
-    """counts: (B,) int32, SamplingParams.top_log_probs of each row, -1 for none. Result: one for each sample
-    of the step, None where it wants none."""
+    """counts: (B,) int32, SamplingParams.top_log_probs of each row, -1 for none. Result: one entry per sample
+    of the step, None if the sequence did not request them.
+    """
 
     tag = "top_tokens"
     counts: np.ndarray

@@ -1,1 +1,1 @@
-"""A step: its plan, its way to other ranks, its buffers and CUDA graphs."""
+"""A step: its plan, the plan's broadcast to other ranks, its buffers and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one for each padded number of rows; how a graph is captured."""
+"""Decode steps as CUDA graphs, one for each padded number of rows; capturing of graphs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def padded_sizes(most: int) -> list[int]:
 
 
 def decode_plan(rows: int) -> StepPlan:
-    """A plan of `rows` decoding rows that read and write nothing, to capture a graph from."""
+    """Return a plan of `rows` decode rows that read and write nothing, to capture a graph from."""
     return empty_plan(rows, rows, rows, samples=1)
 
 
 def empty_plan(decodes: int, tokens: int, rows: int, samples: int) -> StepPlan:
-    """A plan that reads and writes nothing. The first `decodes` of `rows` rows have a token each; the others
-    have none, `tokens` may be more. samples: 0 or 1, of each row."""
+    """Return a plan that reads and writes nothing.
+
+    The first `decodes` of `rows` rows have one token each, the others none; `tokens` may exceed their sum.
+    samples: 0 or 1 for each row.
+    """
     return StepPlan(
         step=0,
         token_ids=np.zeros(tokens, np.int32),
@@ -46,7 +49,9 @@ def empty_plan(decodes: int, tokens: int, rows: int, samples: int) -> StepPlan:
 
 
 def prompt_plan(tokens: int, rows: int) -> StepPlan:
-    """`rows` fresh prompts of `tokens` tokens together that are not written to the cache, for warming up."""
+    """Return a plan of `rows` fresh prompts with `tokens` tokens in all that are not written to the cache,
+    for warm-up.
+    """
     starts = np.linspace(0, tokens, rows + 1).astype(np.int32)
     lens = np.diff(starts).astype(np.int32)
     return StepPlan(
@@ -64,8 +69,11 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
 
 
 class Capturer:
-    """Captures graphs of `run(batch)` that share one memory pool: the largest first, so that the smaller ones
-    fit into it. told: what begins, in words. synchronize: waits for the device. Used within no_collection."""
+    """Captures graphs of `run(batch)` that share one memory pool.
+
+    Capture the largest first, so that the smaller ones fit into the pool. told(text): reports what begins.
+    synchronize: waits for the device. Use it within no_collection.
+    """
 
     def __init__(
         self,
@@ -74,12 +82,12 @@ class Capturer:
         synchronize: Callable[[], None],
     ):
         self._run, self._told, self._synchronize = run, told, synchronize
-        self._pool: Any = None  # torch's name of it
+        self._pool: Any = None  # pool handle of torch
 
     def __call__(self, batch: Batch, what: str) -> torch.cuda.CUDAGraph:
-        """A graph of `batch`. what: names it."""
+        """Return a graph of `batch`. what: its name, for reports."""
         self._told(f"the capture of CUDA graph {what}")
-        self._run(batch)  # a library's set-up at its first call must not happen in a capture
+        self._run(batch)  # a library's set-up at its first call must not happen during a capture
         self._synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -90,7 +98,9 @@ class Capturer:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection within the block: freeing an earlier engine's graph would break a capture."""
+    """Suspend garbage collection within the block: freeing an earlier engine's graph would break a
+    capture.
+    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -102,16 +112,20 @@ def no_collection() -> Iterator[None]:
 
 
 def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan]:
-    """The largest steps of up to max_rows sequences of up to `longest` tokens, max_tokens together. Positions
-    stay below `longest`: position tables have that many rows."""
+    """Return the largest steps: up to max_rows sequences of up to `longest` tokens, max_tokens in all.
+
+    Positions stay below `longest`, the number of rows of position tables.
+    """
     tokens = min(max_tokens, max_rows * longest)
     rows = max(min(max_rows, 8), -(-tokens // longest))
     return [prompt_plan(tokens, rows), prompt_plan(min(tokens, 16, longest), 1), decode_plan(max_rows)]
 
 
 class DecodeGraphs:
-    """Graphs of decoding steps. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
-    always to the same addresses."""
+    """Graphs of decode steps.
+
+    `load(plan, rows)` copies a plan of up to `rows` decode rows to the device, always to the same addresses.
+    """
 
     def __init__(self, sizes: list[int], load: Callable[[StepPlan, int], Batch], capture: Capturer):
         self._load = load
@@ -126,8 +140,10 @@ class DecodeGraphs:
         log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
 
     def replay(self, plan: StepPlan) -> int | None:
-        """Run a plan of decoding rows with one token each and no slot starts. Returns the padded size, or
-        None for any other plan."""
+        """Run a plan of decode rows with one token each and no slot starts.
+
+        Returns the padded size, or None for any other plan.
+        """
         if plan.num_decodes != plan.num_tokens or plan.starts or plan.num_rows not in self._size_of:
             return None
         size = self._size_of[plan.num_rows]

@@ -1,4 +1,4 @@
-"""The values that cross from the scheduler to the engine and, broadcast unchanged, to every rank."""
+"""The values that the scheduler passes to the engine; they are broadcast unchanged to every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = TypeVar("P", bound=StepPart)
 
 @dataclass
 class SlotStart:
-    """A sequence takes a batch slot in this step, and the sampler starts from what the host knows of it.
+    """A sequence that takes a batch slot in this step, with the state that its sampler starts from.
 
     history: int32, the prompt and the output so far.
     generated: number of output tokens in it; the counter of the sequence's random generator.
@@ -31,18 +31,17 @@ class SlotStart:
 
 @dataclass
 class StepPlan:
-    """What one step does. Arrays are int32; T tokens, B rows, M block-table columns.
+    """The work of one step. Arrays are int32; T tokens, B rows, M block-table columns.
 
     Row b has the tokens from query_starts[b] to query_starts[b + 1]. The first num_decodes rows decode: one
-    token a row, or several where draft tokens are verified, rows of one token first. The other rows are
-    prompts or chunks of them. A row that is not sampled with the state of a slot has slot -1 (beams). A token
-    id of -1 stands for the newest sampled token of the row's slot, which
-    only the device knows yet; only a decoding row of one token has it.
-    samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
-    more where draft tokens are verified. Their sum is at most the engine's max_sequences.
-    positions: of the tokens; all of them max_sequence_tokens more in a sequence that longrope rotates with
-    its long factors throughout (backend.models.rope.rope_table).
-    parts: the optional features that this step has, in the order of their work.
+    token per row, or several where draft tokens are verified, rows of one token first. The other rows are
+    prefill: prompts or chunks of them. A row that is sampled without the state of a slot has slot -1 (beams).
+    A token id of -1 stands for the newest sampled token of the row's slot, which only the device knows so
+        far; only decode rows of one token have it. samples[b]: how many of row b's last tokens are sampled
+    from: 0 for an inner chunk of a prompt, else 1, or more where draft tokens are verified. Their sum is at
+    most the engine's max_sequences. positions: position of each token; max_sequence_tokens is added to those
+        of a sequence that longrope rotates with its long factors throughout (backend.models.rope.rope_table).
+        parts: this step's optional features, in the order in which they run.
     """
 
     step: int
@@ -73,11 +72,11 @@ class StepPlan:
         return int(self.samples.sum())
 
     def part(self, kind: type[P]) -> P | None:
-        """The part of this class, or None."""
+        """Return the part of this class, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
 
-#: in place of a token, as kernels.sampling_state has them: the logits are not numbers; no id is possible
+#: values in place of a token, as in kernels.sampling_state: the logits are not finite; no id is allowed
 BROKEN_LOGITS, NO_TOKEN = -1, -2
 
 
@@ -86,7 +85,7 @@ class StepResult:
     """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order. A token may be
     BROKEN_LOGITS or NO_TOKEN.
 
-    parts: the result of each of the plan's parts, None for a part without one.
+    parts: the result of each of the plan's parts, None for a part without a result.
     """
 
     tokens: np.ndarray

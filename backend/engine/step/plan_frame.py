@@ -1,4 +1,4 @@
-"""A plan as bytes, for the ranks that did not make it: MessagePack around raw little-endian arrays.
+"""Encodes a plan as bytes, for the other ranks: MessagePack around raw little-endian arrays.
 
 Nothing in a frame is executed. `decode` checks every length before an array is used, so that a damaged frame
 raises an error instead of reading out of bounds.
@@ -17,7 +17,7 @@ from tridecode.backend.engine.parts.table import PARTS
 from tridecode.backend.engine.step.plan import SlotStart, StepPlan
 from tridecode.backend.wire.sampling_params import SamplingParams
 
-#: 64 sequences that start with 128k tokens each need 33 MB, tables of prompts 128; a larger size is damaged
+#: 64 starting sequences of 128k tokens need 33 MB, prompt tables 128 MB; a larger size means a damaged frame
 MAX_BYTES = 1 << 28
 
 _INT = np.dtype("<i4")
@@ -36,7 +36,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     step: int
     num_tokens: int
     num_rows: int
-    num_columns: int  # of block_tables
+    num_columns: int  # columns of block_tables
     num_decodes: int
     token_ids: bytes
     positions: bytes
@@ -47,14 +47,14 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     slots: bytes
     samples: bytes
     starts: list[_Start]
-    parts: list[tuple[str, msgspec.Raw]]  # tag and what its class has encoded
+    parts: list[tuple[str, msgspec.Raw]]  # (tag, value encoded by its class)
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
 
 
 def encode(plan: StepPlan) -> bytes:
-    """The plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
+    """Encode the plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
     starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(
@@ -80,7 +80,7 @@ def encode(plan: StepPlan) -> bytes:
 
 
 def decode(frame: bytes) -> StepPlan:
-    """The plan of a frame, with read-only arrays. Raises TridecodeError that names the fault."""
+    """Return the plan of a frame, with read-only arrays. Raises TridecodeError that names the fault."""
     check_size(len(frame))
     try:
         found = _decoder.decode(frame)
@@ -117,7 +117,7 @@ def decode(frame: bytes) -> StepPlan:
 
 
 def check_size(size: int) -> None:
-    """Raises TridecodeError for a size that no plan has, before memory is allocated for it."""
+    """Raise TridecodeError for an impossible size, before memory is allocated for it."""
     if not 0 < size <= MAX_BYTES:
         raise TridecodeError(f"a plan has {size:,} bytes; wanted 1 to {MAX_BYTES:,}")
 
@@ -133,7 +133,9 @@ def _start(frame: _Frame, start: _Start) -> SlotStart:
 
 
 def _check_rows(plan: StepPlan) -> None:
-    """query_starts cuts the tokens into rows of one token or more; samples are within the rows."""
+    """Check that query_starts cuts the tokens into rows of at least one token, with samples within the
+    rows.
+    """
     queries = np.diff(plan.query_starts)
     if plan.query_starts[0] != 0 or plan.query_starts[-1] != plan.num_tokens or (queries < 1).any():
         raise TridecodeError(

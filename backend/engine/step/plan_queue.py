@@ -1,4 +1,4 @@
-"""The plans that a rank > 0 has received and not begun: its receiver thread. No torch."""
+"""The queue of plans that a rank > 0 has received but not begun, and its receiver thread. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 from tridecode.backend.engine.step.plan import StepPlan
 
-#: plans that are kept at most; rank 0 has fewer in flight
+#: maximum number of queued plans; rank 0 has fewer in flight
 _MOST = 64
 
 
 class End:
-    """In place of a plan: there are no more."""
+    """Follows the last plan."""
 
 
 class Ranks(Protocol):
@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
 
 class PlanQueue:
-    """Receives plans in a thread from its creation on, until rank 0 sends the end or is gone.
+    """Receives plans in a thread, from its creation until rank 0 sends the end or is gone.
 
     The broadcast of plans has a process group of its own that no other thread uses.
     """
@@ -33,8 +33,10 @@ class PlanQueue:
         self._thread.start()
 
     def take(self, timeout_s: float | None = None) -> StepPlan | End | None:
-        """The next plan, or End; None if none arrives within timeout_s (None: for ever). Raises what the
-        receiver raised: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone."""
+        """Return the next plan, or End; None if none arrives within timeout_s (None: no limit).
+
+        Raises what the receiver raised: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone.
+        """
         try:
             found = self._arrived.get(timeout=timeout_s)
         except queue.Empty:

@@ -1,7 +1,8 @@
-"""A plan's frame as messages of known sizes: the receivers of a broadcast post their buffers first. No torch.
+"""Splits a plan's frame into messages of known size: receivers of a broadcast post their buffers first. No
+torch.
 
-The first message always has FIRST_BYTES: the frame's length, then its beginning. Almost every step fits, so
-that a plan is one broadcast; a longer frame has one more message.
+The first message always has FIRST_BYTES: the frame's length, then its beginning. Almost every plan fits into
+it and takes one broadcast; a longer frame needs a second message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _ROOM = FIRST_BYTES - _LENGTH.itemsize
 
 
 def messages(frame: bytes) -> list[np.ndarray]:
-    """One or two writable arrays of uint8. frame: of plan_frame.encode; b"" ends the plans."""
+    """Return one or two writable arrays of uint8. frame: from plan_frame.encode; b"" ends the plans."""
     first = np.zeros(FIRST_BYTES, np.uint8)
     first[: _LENGTH.itemsize].view(_LENGTH)[0] = len(frame)
     data = np.frombuffer(frame, np.uint8)
@@ -26,8 +27,10 @@ def messages(frame: bytes) -> list[np.ndarray]:
 
 
 def read_first(first: np.ndarray) -> tuple[bytes, int]:
-    """(beginning of the frame, bytes of it that the second message has) of a first message (FIRST_BYTES,)
-    uint8. Raises TridecodeError for a length that no plan has."""
+    """Return (start of the frame, bytes in the second message) from a first message (FIRST_BYTES,) uint8.
+
+    Raises TridecodeError for an impossible length.
+    """
     size = int(first[: _LENGTH.itemsize].view(_LENGTH)[0])
     if size == 0:
         return b"", 0

@@ -1,8 +1,8 @@
-"""Small steps with prompts as CUDA graphs.
+"""Small prefill steps as CUDA graphs.
 
-The host launches the operations of a step one by one, which takes longer than the GPU needs for them where
-prompts are short, weights have 8 bits or the model is small. Such a step is padded to one of a few shapes and
-runs as a graph, as decoding does (graphs.py).
+Launching the operations of a step one by one takes the host longer than the GPU needs for them if prompts are
+short, weights have 8 bits or the model is small. Such a step is padded to one of a few shapes and runs as a
+graph, as decode steps do (decode_graphs.py).
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ from tridecode.kernels.operands import Batch
 
 log = logging.getLogger("tridecode.engine")
 
-#: Padded tokens of prompts. Products run tiles of 64 or 128 tokens, so that padding costs the GPU little.
+#: Padded numbers of prefill tokens. GEMMs run in tiles of 64 or 128 tokens, so padding costs the GPU little.
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-#: padded rows that decode in the same step
+#: padded numbers of decode rows in the same step
 DECODES = (0, 4, 16, 32, 64)
-#: Most prompts of a step of up to SHORT tokens, and of more: attention looks at each padded row once for
-#: every 128 of them (0.2 ms a step of 512 tokens and 16 rows of LLaMA-3-8B).
+#: Maximum prompts of a step of up to SHORT tokens, and of a longer one: attention visits each padded row once
+#: per 128 tokens (0.2 ms a step of 512 tokens and 16 rows of LLaMA-3-8B).
 PROMPTS, SHORT, FEW_PROMPTS = 16, 128, 4
 
 
-#: Products of the weights and tokens of a step, at most: with more the GPU takes longer than the host does to
-#: launch the step, and padding costs time. One prompt of LLaMA-3-8B, 7.0e9 weights, graph / launched, ms, in
-#: bf16: 256 tokens: 8.0 / 8.2, 512: 14.4 / 13.7; in W8A8: 256: 5.6 / 7.1, 512: 8.8 / 8.6, 1000: 15.4 / 14.2.
+#: Limit of weights times tokens of a step: beyond it the GPU takes longer than the host needs to launch the
+#: step, and padding costs time. One prompt of LLaMA-3-8B, 7.0e9 weights, graph / launched, ms, in bf16: 256
+#: tokens: 8.0 / 8.2, 512: 14.4 / 13.7; in W8A8: 256: 5.6 / 7.1, 512: 8.8 / 8.6, 1000: 15.4 / 14.2.
 #: SmolLM2-135M, 1.06e8 weights, 1000 tokens: 2.2 / 8.5
 MOST_WORK = 2.7e12
 
 
 def tokens_of_graphs(weights: int, max_tokens: int) -> int:
-    """The most tokens of a step that runs as a graph. weights: of the layers' products, on this rank."""
+    """Return the largest number of tokens of a step that runs as a graph.
+
+    weights: number of weights in the layers' GEMMs, on this rank.
+    """
     return min(max_tokens, int(MOST_WORK / max(weights, 1)))
 
 
 def step_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
-    """The padded shapes of an engine with max_rows slots and steps of up to max_tokens."""
+    """Return the padded shapes of an engine with max_rows slots and steps of up to max_tokens."""
     return [
         StepShape(decodes, tokens, min(PROMPTS if tokens <= SHORT else FEW_PROMPTS, max_rows - decodes))
         for decodes, tokens in product(DECODES, TOKENS)
@@ -55,13 +58,13 @@ def step_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
 
 
 def empty_plan(shape: StepShape) -> StepPlan:
-    """A plan of `shape` that reads and writes nothing, to capture a graph from."""
+    """Return a plan of `shape` that reads and writes nothing, to capture a graph from."""
     tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
     return graphs.empty_plan(shape.decodes, tokens, rows, samples=0)
 
 
 class StepShapes:
-    """Finds the shape of a plan. only_fresh: prompts with tokens in the cache from before have none."""
+    """Finds the shape of a plan. only_fresh: prompts that already have tokens in the cache have no shape."""
 
     def __init__(self, shapes: list[StepShape], only_fresh: bool = False):
         self._only_fresh = only_fresh
@@ -70,7 +73,7 @@ class StepShapes:
         self._shapes = {(shape.decodes, shape.tokens): shape for shape in shapes}
 
     def of(self, plan: StepPlan) -> StepShape | None:
-        """The smallest shape that the plan can be padded to; None: there is none."""
+        """Return the smallest shape that the plan can be padded to, or None."""
         decodes, rows = plan.num_decodes, plan.num_rows
         if decodes == rows or plan.query_starts[decodes] != decodes or plan.samples.max() > 1:
             return None
@@ -84,10 +87,10 @@ class StepShapes:
 
 
 class PromptGraphs:
-    """Graphs of small steps with prompts, one for each shape.
+    """Graphs of small prefill steps, one for each shape.
 
     load(plan, shape) copies a plan to the device, padded to a shape, always to the same addresses. capture:
-    has captured DecodeGraphs. only_fresh: see StepShapes.
+    the Capturer of DecodeGraphs. only_fresh: see StepShapes.
     """
 
     def __init__(
@@ -106,16 +109,16 @@ class PromptGraphs:
             for number, shape in enumerate(largest_first, 1):
                 what = f"{number} of {len(shapes)} with prompts, {shape.decodes} + {shape.tokens} tokens"
                 self._graphs[shape] = capture(load(empty_plan(shape), shape), what)
-        log.info("captured %d graphs of steps with prompts, %.1f s", len(shapes), time.monotonic() - started)
+        log.info("captured %d prefill graphs, %.1f s", len(shapes), time.monotonic() - started)
 
     def replay(self, plan: StepPlan, shape: StepShape) -> None:
-        """Run a plan of this shape. What it starts stands in its slots already."""
+        """Run a plan of this shape. The slots of starting sequences must be initialised already."""
         self._load(plan, shape)
         self._graphs[shape].replay()
         self.replayed += 1
 
 
 def _least(sizes: list[int], wanted: int) -> int:
-    """The first of ascending sizes that is `wanted` or more; -1: there is none."""
+    """Return the first of the ascending sizes that is at least `wanted`, or -1."""
     place = bisect_left(sizes, wanted)
     return sizes[place] if place < len(sizes) else -1

@@ -1,8 +1,8 @@
-"""The results of a step on their way to the host of rank 0.
+"""Transfers the results of a step to the host of rank 0.
 
-With pipeline stages they come from the first tensor rank of the last stage. They travel from host to host,
-over a gloo group of their own: a receive that NCCL posts ahead would hold part of rank 0's GPU until the last
-stage is done, and the kernels of the next step may need all of it.
+With pipeline stages they come from the first tensor rank of the last stage, from host to host over a separate
+gloo group: a receive that NCCL posts ahead would occupy part of rank 0's GPU until the last stage is done,
+and the kernels of the next step may need the whole GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: how long `close` waits for the sender; its peer may be gone
+#: time that `close` waits for the sender, whose peer may be gone
 _LEAVE_S = 1.0
 
 
@@ -30,13 +30,15 @@ class Ranks(Protocol):
 
 
 def empty_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host, to which `device` copies without waiting."""
+    """Return host memory to which `device` can copy asynchronously."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_host(x: Tensor, host: Tensor | None = None) -> Tensor:
-    """x on the host, complete once the device has done what it was given so far. host: where; None: anew, or
-    x itself on a CPU."""
+    """Copy x to the host; complete once the device has finished its work so far.
+
+    host: destination; None: new memory, or x itself on a CPU.
+    """
     if host is None:
         if x.device.type == "cpu":
             return x
@@ -52,8 +54,8 @@ def to_first(
     device: torch.device,
     host: Tensor | None = None,
 ) -> Tensor:
-    """x of the last stage on the host of rank 0, complete once the step is; on other ranks an undefined
-    tensor. All ranks call it in the same order.
+    """Send x of the last stage to the host of rank 0; complete once the step is. Undefined on other ranks.
+    All ranks call it in the same order.
 
     x: (shape) of dtype; read on the first tensor rank of the last stage only, None is allowed elsewhere.
     device: of this rank. host: memory for x, contiguous.
@@ -68,7 +70,9 @@ def to_first(
 
 
 def to_all(ranks: Ranks, x: Tensor, host: Tensor | None = None) -> Tensor:
-    """x of the last stage on the host of every rank, and in x itself; with is_pipelined as to_first does."""
+    """Send x of the last stage to the host of every rank, and into x itself; see to_first for
+    is_pipelined.
+    """
     if ranks.is_pipelined:
         return to_first(ranks, x, tuple(x.shape), x.dtype, x.device, host)
     if ranks.num_stages > 1:
@@ -77,10 +81,12 @@ def to_all(ranks: Ranks, x: Tensor, host: Tensor | None = None) -> Tensor:
 
 
 class Outbox:
-    """Sends tensors in order, in a thread of its own: the thread that launches steps never waits for them."""
+    """Sends tensors in order, in a separate thread, so that the thread that launches steps never waits for a
+    send.
+    """
 
     def __init__(self, send: Callable[[Tensor], None]):
-        """send: sends a tensor of the host; may raise."""
+        """send: sends a host tensor; may raise."""
         self._send = send
         self._waiting: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._error: BaseException | None = None
@@ -88,7 +94,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, x: Tensor) -> None:
-        """Send x as it is now in the device's stream. Raises what an earlier sending has raised."""
+        """Send x with its value at this point of the device's stream. Raises the error of an earlier send."""
         self.raise_if_failed()
         event, host = None, torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
         host.copy_(x, non_blocking=True)
@@ -108,7 +114,7 @@ class Outbox:
                 if event is not None:
                     event.synchronize()
                 self._send(host)
-        except BaseException as error:  # raised by the thread that launches
+        except BaseException as error:  # raised in the launching thread
             self._error = error
 
     def close(self) -> None:

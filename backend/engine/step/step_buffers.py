@@ -1,4 +1,4 @@
-"""A plan on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
+"""A plan on the device: one packed int32 buffer, copied in one transfer, and a Batch of views into it.
 
 The views of a padded decode batch have fixed addresses, so that a captured CUDA graph reads the next plan
 from them.
@@ -15,7 +15,7 @@ import torch
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.operands import Batch
 
-_ALIGN = 4  # int32 words: every view starts at 16 bytes
+_ALIGN = 4  # int32 words: every view is aligned to 16 bytes
 
 
 class _Layout:
@@ -42,22 +42,24 @@ class _Layout:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The padded size of a step with prompts."""
+    """The padded size of a prefill step."""
 
-    decodes: int  # rows that decode one token
+    decodes: int  # decode rows of one token
     tokens: int  # of prompts
     rows: int  # of prompts
 
 
 class StepBuffers:
-    """The packed buffer on the device and a ring of them on the host: a copy in flight is not overwritten."""
+    """The packed buffer on the device, and a ring of host buffers so that a copy in flight is not
+    overwritten.
+    """
 
     RING = 4
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_columns: int, device: torch.device, ring: int = RING
     ):
-        """ring: more than the plans in flight."""
+        """ring: number of host buffers, greater than the number of plans in flight."""
         words = _Layout(max_tokens, max_rows, max_rows, max_columns).total
         self.max_columns, self.device = max_columns, device
         pinned = device.type == "cuda"
@@ -67,18 +69,18 @@ class StepBuffers:
 
     @property
     def host_bytes(self) -> int:
-        """Of the ring."""
+        """Bytes of the host ring."""
         return sum(buffer.nbytes for buffer in self._host)
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffer on a GPU."""
+        """Bytes of the buffer on a GPU."""
         return self._host[0].nbytes
 
     def load(self, plan: StepPlan) -> Batch:
-        """The plan as it is, for a step that runs operation by operation.
+        """Load the plan without padding, for a step that is launched operation by operation.
 
-        A decoding row of several tokens runs as a chunk of a prompt: decode attention has one query a row.
+        A decode row of several tokens runs as a chunk of a prompt: decode attention has one query per row.
         """
         layout = _Layout(plan.num_tokens, plan.num_rows, plan.num_samples, plan.block_tables.shape[1])
         packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
@@ -97,7 +99,10 @@ class StepBuffers:
         )
 
     def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
-        """A plan of decoding rows of one token, padded to `rows`. All plans of a size share the addresses."""
+        """Load a plan of decode rows of one token, padded to `rows`.
+
+        All plans of a size share the addresses.
+        """
         layout = _Layout(rows, rows, rows, self.max_columns)
         packed = self._fill(layout, plan, rows, rows)
         return self._batch(
@@ -105,10 +110,11 @@ class StepBuffers:
         )
 
     def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int) -> Batch:
-        """A plan with prompts that fits into `shape`, padded to it. All plans of a shape share the addresses.
+        """Load a plan with prompts, padded to `shape`, into which it fits. All plans of a shape share the
+        addresses.
 
-        Decoding rows have one token. Every row has one sample, or none at the end of a chunk. The batch says
-        that prompts are fresh (Batch.fresh_prompts), which matters for an 8-bit cache.
+        Decode rows have one token. Every row has one sample, or none if it ends with an inner chunk. The
+        batch declares prompts as fresh (Batch.fresh_prompts), which matters for an 8-bit cache.
         """
         tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
         layout = _Layout(tokens, rows, rows, self.max_columns)
@@ -124,7 +130,7 @@ class StepBuffers:
         )
 
     def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
-        """Write the plan into the next host buffer and start its copy. Padding reads and writes nothing."""
+        """Write the plan into the next host buffer and start its copy. Padded rows read and write nothing."""
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % len(self._host)
         words = host.numpy()
@@ -174,17 +180,17 @@ class StepBuffers:
 
 
 def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) index of each token that is sampled from, and (R,) its slot."""
+    """Return (R,) the index of each token that is sampled from, and (R,) its slot."""
     counts, last = plan.samples, plan.query_starts[1:] - 1
     if counts.max() > 1:
         ends = np.cumsum(counts)
-        behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # tokens between it and the row's last
+        behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # distance to the row's last token
         return np.repeat(last, counts) - behind, np.repeat(plan.slots, counts)
     return (last, plan.slots) if counts.all() else (last[counts > 0], plan.slots[counts > 0])
 
 
 def _spread(plan: StepPlan, decodes: int) -> StepPlan:
-    """The plan with rows that read and write nothing behind its decoding rows, `decodes` of them in all."""
+    """Return the plan with empty rows added after its decode rows, `decodes` of them in all."""
     first, gap = plan.num_decodes, decodes - plan.num_decodes
     if gap == 0:
         return plan

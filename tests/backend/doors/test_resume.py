@@ -86,7 +86,7 @@ def test_64_requests_continue_with_the_tokens_of_an_undisturbed_run(link, engine
             assert done.tokens() == toy_tokens([4, i], 200, m.SamplingParams(**params), LIMITS.vocab_size)
         assert len(following.submits) == 64 and all(one.sent[0].tokens for one in following.submits)
     assert link.resumed().requests == 64 and link.resumed().wait_s > 0
-    assert f"64 requests wait for another engine: the engine is down: {REASON}" in caplog.text
+    assert f"64 requests are waiting for another engine: the engine is down: {REASON}" in caplog.text
     assert "another engine continues 64 requests after" in caplog.text
 
 

@@ -730,4 +730,4 @@ def test_a_tokenizer_of_another_model_is_noticed(repository):
     settings = fake_triton.model_config("text", INPUTS, OUTPUTS, {"tokenizer_dir": "bytes"}, True)
     with running(TritonPythonModel, settings, FakeEngine(limits=limits), repository) as door:
         code, text = refusal(ask(door, tensors("Hello")))
-        assert code == "INVALID_ARG" and "do not belong together" in text
+        assert code == "INVALID_ARG" and "so tokenizer and model do not belong together" in text
