@@ -1,7 +1,7 @@
 """A contract as a table of the tensors that a model takes and returns.
 
 The tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`) and the tables in
-docs/reference/requests.md (`python -m tridecode.tools.generated_docs.requests --write`) are generated from it.
+docs/reference/requests.md (`python -m tridecode.tools.generated_docs.requests --write`) are made from it.
 """
 
 from __future__ import annotations
