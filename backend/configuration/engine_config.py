@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Callable, TypeVar
 
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
@@ -197,6 +198,13 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
     config = EngineConfig(**values, extra=extra)  # type: ignore[arg-type]
     _check_engine_config(config, where)
     return config
+
+
+def with_folders(config: EngineConfig, engine_dir: Path) -> EngineConfig:
+    """`config` with its folders, which are relative to that of config.pbtxt, below `engine_dir`."""
+    named = {name: getattr(config, name) for name in ("lora_path", "shadow_weights")}
+    found: dict[str, Any] = {name: str(engine_dir / one) for name, one in named.items() if one != "none"}
+    return replace(config, **found)
 
 
 def engine_parameters() -> tuple[Parameter, ...]:

@@ -24,7 +24,7 @@ from tridecode.backend.base.errors import (
     UnsupportedError,
     WeightFileError,
 )
-from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.engine.adapters.table import Adapters
@@ -80,10 +80,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     """Read the settings, load the weights. Raises TridecodeError with the exact reason."""
     engine_dir = Path(arguments.engine_dir)
     config = read_engine_config(read_engine_parameters(str(engine_dir)), str(engine_dir / "config.pbtxt"))
-    if config.lora_path != "none":
-        config = replace(config, lora_path=str(engine_dir / config.lora_path))
-    if config.shadow_weights != "none":
-        config = replace(config, shadow_weights=str(engine_dir / config.shadow_weights))
+    config = with_folders(config, engine_dir)
     if arguments.devices:
         config = replace(config, devices=arguments.devices)
     directory = checkpoint_dir(str(engine_dir))

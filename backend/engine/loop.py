@@ -15,7 +15,6 @@ from tridecode.backend.base.errors import CapacityError, TridecodeError
 from tridecode.backend.engine.device.engine import Engine, Pending
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.schedule.scheduler import Scheduler
-from tridecode.backend.engine.shadow.queue import ShadowWork
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.plan_queue import End, PlanQueue
 from tridecode.backend.wire import messages as m
@@ -55,10 +54,8 @@ class DecodeLoop:
         self._seconds = 0.0  # spent in steps
         self._told = 0.0
         self._checked = 0.0  # the device
-        self.shadow: ShadowWork | None = None
-        if engine.shadow is not None:
-            self.shadow = ShadowWork(engine.config, engine.shadow, engine.model_config.long_prompt_tokens)
-            scheduler.on_end = self.shadow.offer
+        self.background = [run.begin() for run in engine.background]
+        scheduler.on_end += [work.offer for work in self.background]
 
     def stop(self) -> None:
         """End after the current step. For any thread."""
@@ -77,13 +74,14 @@ class DecodeLoop:
     def _serve(self) -> None:
         pending: deque[tuple[StepPlan, Pending]] = deque()
         while not self._stopping:
-            self._take_requests(may_wait=not pending and not self._has_shadow_work)
+            has_slices = any(work.has_work for work in self.background)
+            self._take_requests(may_wait=not pending and not has_slices)
             launched = self._launch()
             if launched is not None:
                 pending.append(launched)
             if pending and (launched is None or len(pending) >= self.engine.depth):
                 self._commit(*pending.popleft())
-            self._run_shadow(live=bool(pending) or self.scheduler.can_step)
+            self._run_background(live=bool(pending) or self.scheduler.can_step)
             self._tell()
         if self.engine.micro_batches > 1:
             for _, step in pending:  # the other stages send their results before they take the end
@@ -106,18 +104,14 @@ class DecodeLoop:
             else:
                 self.scheduler.cancel_door(door)
 
-    @property
-    def _has_shadow_work(self) -> bool:
-        return self.shadow is not None and self.shadow.has_work
-
-    def _run_shadow(self, live: bool) -> None:
-        """A slice of a shadow run, if it is its turn. live: requests can step, which then waits for it."""
-        if self.shadow is None or not self.shadow.may_run(live):
-            return
-        self.status.busy_since = self.status.busy_since or time.monotonic()
-        self.shadow.step()
-        if not live:
-            self.status.busy_since = 0.0
+    def _run_background(self, live: bool) -> None:
+        """Run a slice of each feature between steps whose turn it is. live: requests can step, and wait."""
+        for work in self.background:
+            if work.may_run(live):
+                self.status.busy_since = self.status.busy_since or time.monotonic()
+                work.run()
+                if not live:
+                    self.status.busy_since = 0.0
 
     def _check_device(self) -> None:
         """Notice a device that died while the engine is idle. Raises the device's error; a device that hangs
@@ -189,7 +183,7 @@ class DecodeLoop:
             "session_blocks": scheduler.sessions.num_blocks,
             "step_seconds": self._seconds,
             "steps": status.steps,
-            **(self.shadow.metrics() if self.shadow is not None else {}),
+            **{name: value for work in self.background for name, value in work.metrics().items()},
         }
 
 

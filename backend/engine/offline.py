@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.device.engine import Engine, Pending
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve, spread_tokens
+from tridecode.backend.engine.parts.table import BACKGROUND
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
@@ -163,11 +165,8 @@ class OfflineEngine:
         No request has a deadline, whatever config says: of many that are submitted together most wait long.
         """
         model = read_model_config(Path(directory))
-        config = replace(
-            config or EngineConfig(),
-            shadow_share=0.0,  # no loop runs them here
-            request_timeout_s=math.inf,
-        )
+        without: dict[str, Any] = {feature.switch: 0 for feature in BACKGROUND}  # no loop runs them here
+        config = replace(config or EngineConfig(), request_timeout_s=math.inf, **without)
         device = choose_device(config)
         engine = Engine.load(Path(directory), model, resolve(config, model, device), SingleRank(), device)
         return cls(engine, keep_logits)

@@ -18,6 +18,7 @@ from tridecode.backend.engine.device.memory import (
     plan_ranks,
 )
 from tridecode.backend.engine.device.resolved_settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
+from tridecode.backend.engine.parts.table import BACKGROUND
 from tridecode.tools.checks.findings import Finding
 from tridecode.tools.doctor.sizes import in_words
 
@@ -109,8 +110,9 @@ def fit_findings(
     if not found.fits:
         largest = max(rank.fixed for rank in found.ranks)
         needs = f"{in_words(largest)} a rank for weights, workspace and scratch"
-        if shadow := max(rank.shadow for rank in found.ranks):
-            needs += f", of which {in_words(shadow)} for the 16-bit reference of shadow runs"
+        for feature in BACKGROUND:
+            if size := max(rank.background.get(feature.name, 0) for rank in found.ranks):
+                needs += f", of which {in_words(size)} for {feature.memory}"
         if config.cache_bytes is not None:
             needs += f", cache_bytes {in_words(config.cache_bytes)}"
         if place.kind == "cuda":
@@ -162,8 +164,10 @@ def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit
 
 def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
     """The nearest change that makes it fit."""
-    if config.shadow_share and fit(model, replace(config, shadow_share=0.0), place).fits:
-        return "Set shadow_share to 0: the 16-bit reference of shadow runs does not fit beside the model."
+    for feature in BACKGROUND:
+        without = replace(config, **{feature.switch: 0})  # type: ignore[arg-type]
+        if without != config and fit(model, without, place).fits:
+            return f"Set {feature.switch} to 0: {feature.memory} does not fit beside the model."
     if config.cache_bytes is not None:
         room = fit(model, replace(config, cache_bytes=None), place)
         if room.fits:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tridecode.backend.engine.parts.table import BACKGROUND
 from tridecode.tools.checks.findings import Finding, one_line
 from tridecode.tools.doctor.diagnosis import Diagnosis
 from tridecode.tools.doctor.fit import Fit
@@ -76,7 +77,8 @@ def _memory(where: str, fit: Fit) -> Table:
     table.add_column("bytes of a rank")
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, rank in enumerate(fit.ranks):
-        numbers = (rank.weights, rank.workspace, rank.scratch, rank.block, rank.adapters, rank.shadow)
+        features = [rank.background.get(feature.name, 0) for feature in BACKGROUND]
+        numbers = (rank.weights, rank.workspace, rank.scratch, rank.block, rank.adapters, *features)
         groups.setdefault(numbers, []).append(index)
     for ranks in groups.values():
         table.add_column(_ranks(ranks), justify="right", overflow="fold")
@@ -87,8 +89,9 @@ def _memory(where: str, fit: Fit) -> Table:
     table.add_row("cache", *(f"{size:,}" for size in cache))
     if any(numbers[4] for numbers in groups):
         table.add_row("adapters, at most", *(f"{numbers[4]:,}" for numbers in groups))
-    if any(numbers[5] for numbers in groups):
-        table.add_row("shadow runs", *(f"{numbers[5]:,}" for numbers in groups))
+    for row, feature in enumerate(BACKGROUND, 5):
+        if any(numbers[row] for numbers in groups):
+            table.add_row(feature.name, *(f"{numbers[row]:,}" for numbers in groups))
     table.add_row("libraries, about", *(f"{fit.libraries:,}" for _ in groups))
     totals = (
         sum(numbers[:3]) + sum(numbers[4:]) + size + fit.libraries for numbers, size in zip(groups, cache)

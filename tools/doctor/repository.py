@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines, read_groups
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus
-from tridecode.backend.engine.shadow.load import read_reference
+from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.reader import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
 from tridecode.converters.progress import byte_progress
@@ -93,7 +93,7 @@ def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
     """check_repo's, and weight files whose bytes are not those of the manifest: all, or a sample."""
     yield from check_repo(repository, checksums=full)
     for engine in read_engines(repository):
-        yield from _reference_findings(repository, engine)
+        yield from _background_findings(repository, engine)
     if full:
         return
     for engine in read_engines(repository):
@@ -101,16 +101,15 @@ def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
             yield from _sampled(engine)
 
 
-def _reference_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
-    """Check that the folder of shadow_weights has the served model, in 16 or 32 bit."""
-    config = engine.config
-    if not config.shadow_share or config.shadow_weights == "none":
-        return
-    try:
-        read_reference(engine.model, (repository / engine.where).parent / config.shadow_weights)
-    except TridecodeError as error:
-        fix = "Name the weight directory that the quantised one was made from, or set shadow_share to 0."
-        yield Finding("error", engine.where, str(error), "the weights of shadow runs", fix)
+def _background_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
+    """Check the files of the features that work between steps."""
+    config = with_folders(engine.config, (repository / engine.where).parent)
+    for feature, run in background_kinds(config).items():
+        try:
+            run.check(engine.model, config)
+        except TridecodeError as error:
+            fix = f"Name the folder that the message wants, or set {feature.switch} to 0."
+            yield Finding("error", engine.where, str(error), f"the files of {feature.name}", fix)
 
 
 def _sampled(engine: Engine) -> Iterator[Finding]:

@@ -38,11 +38,9 @@ def _bounds(rows: Iterable[Metric]) -> str:
 
 def tables() -> dict[str, str]:
     engine = [READY, *BEAT_METRICS.values(), *ENGINE_METRICS.values()]
-    shadow = [row for row in engine if "shadow" in row.name]
     return {
         "models": markdown(_HEAD, map(_row, DOOR_METRICS)),
-        "engines": markdown(_HEAD, [_row(row) for row in engine if row not in shadow]),
-        "shadow runs": markdown(_HEAD, map(_row, shadow)),
+        "engines": markdown(_HEAD, map(_row, engine)),
         "bounds": _bounds(DOOR_METRICS),
     }
 

@@ -198,7 +198,7 @@ def _engine_values(beat: EngineBeat) -> Iterator[tuple[Metric, str, Labels, floa
 
 
 def _labels(name: str) -> tuple[str, Labels]:
-    """Split a name of EngineBeat.metrics from its label, if it has one, as in `shadow_kl_bucket{le="1"}`."""
+    """Split a name of EngineBeat.metrics from its label, if it has one, as in `waits_bucket{le="1"}`."""
     name, has_label, label = name.partition("{")
     if not has_label:
         return name, {}

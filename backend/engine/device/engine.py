@@ -21,9 +21,10 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.store import AdapterStore, Place
 from tridecode.backend.engine.adapters.table import Loader, NoLoader
-from tridecode.backend.engine.device.loader import DTYPES, FileWeights
+from tridecode.backend.engine.device.loader import DTYPES, FileWeights, unrounded_weights
+from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
 from tridecode.backend.engine.device.parts.part_run import PartRun
-from tridecode.backend.engine.device.parts.table import part_runs
+from tridecode.backend.engine.device.parts.table import background_kinds, part_runs
 from tridecode.backend.engine.device.random_weights import RandomWeights
 from tridecode.backend.engine.device.resolved_settings import choose_num_blocks
 from tridecode.backend.engine.device.sampling import start_slots
@@ -33,8 +34,6 @@ from tridecode.backend.engine.ranks.parallel import GPU, Posted, ProcessRanks, S
 from tridecode.backend.engine.ranks.peer_memory import PeerSampler, join_peers
 from tridecode.backend.engine.ranks.vocab_sampler import sample
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, share_vocabulary, whole_rows
-from tridecode.backend.engine.shadow.load import open_reference
-from tridecode.backend.engine.shadow.run import Scorer
 from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
@@ -99,7 +98,7 @@ class Engine:
     config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan
     before they are sampled from: for checks against other implementations. All ranks of the last stage set
     it, or none. vocab: this rank's ids where the tensor ranks share the vocabulary, else None. `digest`: of a
-    rank of several that serves. shadow_weights: of the 16-bit reference of shadow runs, if it has its own.
+    rank of several that serves. open_weights: for features between steps that have a model of their own.
     phase: told what begins.
     """
 
@@ -114,7 +113,7 @@ class Engine:
         ops: Ops,
         ranks: Ranks,
         device: torch.device,
-        shadow_weights: Weights | None = None,
+        open_weights: OpenWeights | None = None,
         phase: Progress = lambda what: None,
     ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
@@ -163,7 +162,9 @@ class Engine:
         ]
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
-        self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
+        self.background: list[BackgroundRun] = []  # features that work between steps
+        if open_weights is not None:
+            self.background = [run(self, open_weights) for run in background_kinds(config).values()]
         self._prepare(phase)
 
     @classmethod
@@ -182,6 +183,10 @@ class Engine:
         UnsupportedError."""
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
         phase = phase or (lambda what: None)
+        if background_kinds(config):
+            from tridecode.backend.engine.device import memory  # it runs this engine's constructor
+
+            memory.check_background(model, config, device)
         has_peers = False
         if device.type in cls.PEER_DEVICES and ranks.tensor_size > 1:
             ranks.barrier("the start of the joining of peers")  # with a limit and a diagnosis
@@ -200,12 +205,8 @@ class Engine:
         reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
         weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
         try:
-            reference = open_reference(directory, model, config, ops, device)
-            try:
-                engine = cls(model, config, weights, ops, ranks, device, reference, phase)
-            finally:
-                if reference is not None:
-                    reference.close()
+            others = partial(unrounded_weights, directory, config, ops, device)
+            engine = cls(model, config, weights, ops, ranks, device, others, phase)
         finally:
             weights.close()
         phase("loading prompt tables and adapters")
@@ -345,8 +346,8 @@ class Engine:
             self.ranks.receive(x)
             self._run(self.buffers.load(plan))
             self.ranks.send(x)
-        if self.shadow is not None:
-            self.shadow.warm_up()
+        for run in self.background:
+            run.warm_up()
         self.ranks.barrier("the end of the warm-up")  # all have launched it
         self._synchronize()
         self.ranks.raise_if_lost()

@@ -4,13 +4,18 @@ layout."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tridecode.backend import models
 from tridecode.backend.base.byte_budget import ByteBudget
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader
@@ -158,3 +163,27 @@ class FileWeights(Weights):
         if self._uploader is not None:
             return self._uploader.take(name).to(dtype)
         return self._reader.copy(spec, self.rank, self.size, dtype)
+
+
+@contextmanager
+def unrounded_weights(
+    served: Path,
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    directory: Path | None,
+    model: ModelConfig,
+) -> Iterator[Weights]:
+    """The weights of another model for an engine of one rank, not rounded while they are loaded.
+
+    directory: None: `served`, whose files have been verified. Raises WeightFileError.
+    """
+    specs = models.family(model.family).weight_specs(model)
+    reader = WeightReader(directory or served, model)
+    if directory is not None:
+        reader.verify(config.verify_weights, specs)
+    weights = FileWeights(reader, specs, 0, 1, DTYPES[config.data_type], ops, device)
+    try:
+        yield weights
+    finally:
+        weights.close()

@@ -8,8 +8,9 @@ themselves (CUDA's context, cuBLAS, NCCL) is not in our tensors: see LIBRARY_BYT
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import PurePath
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
-from tridecode.backend.engine.shadow.options import needs_second_weights
 from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import stage_layers
 from tridecode.backend.weights.reader import FILE_DTYPES
@@ -47,7 +49,7 @@ class RankMemory:
     sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
     cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
     sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
-    `fixed`. shadow: of the 16-bit reference of shadow runs, with its buffers and its caches of a sequence."""
+    `fixed`. background: of features that work between steps, by their names, with models of their own."""
 
     stage: int
     tensor_rank: int
@@ -58,12 +60,12 @@ class RankMemory:
     host: int
     max_blocks: int
     adapters: int = 0
-    shadow: int = 0
+    background: dict[str, int] = field(default_factory=dict)
 
     @property
     def fixed(self) -> int:
         """All but the cache."""
-        return self.weights + self.workspace + self.scratch + self.shadow
+        return self.weights + self.workspace + self.scratch + sum(self.background.values())
 
 
 class _Place(SingleRank):
@@ -173,14 +175,15 @@ def plan_rank(
     modes = (model.quantization, config.int8_mode)
     weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.int8_head)
     unlimited = replace(config, cache_bytes=1 << 62)
-    reference = None
-    if config.shadow_share and needs_second_weights(model, config):
-        reference = _Shapes(specs, ops, None, 0, tensor_rank, size, dtype)
-    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"), reference)
+
+    def others(directory: Path | None, other: ModelConfig) -> AbstractContextManager[Weights]:
+        return nullcontext(_Shapes(specs, ops, None, 0, tensor_rank, size, dtype))
+
+    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"), others)
     seen: set[int] = set()
     cache = _total(engine.caches, seen)
     held, _ = _total(engine.model, seen)
-    shadow = _shadow_bytes(engine, seen, device_type)
+    background = _background_bytes(engine, config, seen, device_type)
     device, host = _total(engine, seen)
     if device_type == "cuda":  # the host's buffers are a ring; the device has one
         device += engine.buffers.device_bytes
@@ -193,18 +196,19 @@ def plan_rank(
     block = cache[0] // engine.num_blocks
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
     return RankMemory(
-        stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters, shadow
+        stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters, background
     )
 
 
-def _shadow_bytes(engine: Engine, seen: set[int], device_type: str) -> int:
-    """Of what shadow runs add. The served model is in `seen`; the rest is added to it."""
-    if engine.shadow is None:
-        return 0
-    device, host = _total(engine.shadow, seen)
-    if device_type == "cuda":
-        return device + engine.shadow.buffers.device_bytes
-    return device + host
+def _background_bytes(
+    engine: Engine, config: EngineConfig, seen: set[int], device_type: str
+) -> dict[str, int]:
+    """Bytes of each feature between steps. The served model is in `seen`; the rest is added to it."""
+    found = {}
+    for kind, run in zip(background_kinds(config), engine.background):
+        device, host = _total(run, seen)
+        found[kind.name] = device + (run.buffers.device_bytes if device_type == "cuda" else host)
+    return found
 
 
 def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
@@ -217,6 +221,33 @@ def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int
         modules = sum(max(len(weights.specs[f"{name}.weight"].sections), 1) for name in names)
         one += modules * config.max_lora_rank * sum(linear.weight.shape)
     return config.max_loras * one * itemsize
+
+
+def check_background(
+    model: ModelConfig, config: EngineConfig, device: torch.device, memory: int | None = None
+) -> None:
+    """Check the files of the features between steps, and that the engine fits with them and one block of the
+    cache. config: resolved. memory: bytes that may be used; None: the share of the GPU's free memory, or the
+    host's available memory. Raises ConfigError."""
+    kinds = background_kinds(config)
+    for run in kinds.values():
+        run.check(model, config)
+    planned = plan_rank(model, config, 0, 0, device.type)
+    if memory is None and device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
+    elif memory is None:
+        memory = available_memory()
+    served = planned.fixed - sum(planned.background.values()) + planned.block
+    served += LIBRARY_BYTES if device.type == "cuda" else 0
+    need = served
+    for kind in kinds:
+        need += planned.background[kind.name]
+        if need > memory:
+            raise ConfigError(
+                f"parameter {kind.switch} is {getattr(config, kind.switch):g}: the served model needs "
+                f"{served:,} bytes and {kind.memory} {planned.background[kind.name]:,} more; {memory:,} may "
+                f"be used. Wanted a smaller model, more memory, or {kind.switch} = 0"
+            )
 
 
 def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> list[RankMemory]:

@@ -13,7 +13,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.engine.shadow.options import check_shadow, with_slice_tokens
+from tridecode.backend.engine.parts.table import BACKGROUND
 
 log = logging.getLogger("tridecode.engine")
 
@@ -63,7 +63,6 @@ def resolve(
             f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
             f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
         )
-    check_shadow(model, config)
     longest = config.max_sequence_tokens or model.max_positions
     models.check_context(model, longest)
     if longest > model.max_positions:
@@ -75,8 +74,9 @@ def resolve(
         )
     most = config.max_step_tokens or max(_step_tokens(device, memory), config.max_sequences or 0)
     decided = replace(config, max_sequence_tokens=longest, max_step_tokens=most)
-    if config.shadow_share:
-        decided = with_slice_tokens(decided, device.type)
+    for feature in BACKGROUND:
+        if getattr(config, feature.switch):
+            decided = feature.resolve(model, decided, device.type)
     slots = config.max_sequences or min(most, _choose_slots(decided, model, device, memory))
     if most < slots:
         raise ConfigError(

@@ -1,14 +1,16 @@
-"""Maps the tag of a part's frame to its class, for all parts that a plan may have. No torch."""
+"""Maps the tag of a part's frame to its class, and lists the features between steps. No torch."""
 
 from __future__ import annotations
 
 from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
+from tridecode.backend.engine.parts.shadow import ShadowRuns
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 
 _PARTS: list[type[StepPart]] = [
@@ -21,3 +23,5 @@ _PARTS: list[type[StepPart]] = [
     BeamRows,
 ]
 PARTS = {part.tag: part for part in _PARTS}
+
+BACKGROUND: list[type[Background]] = [ShadowRuns]

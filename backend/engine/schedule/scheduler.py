@@ -75,8 +75,8 @@ class Scheduler:
         self._events: list[tuple[bytes, Event]] = []
         self._arrivals = 0
         self._logits = LogitsBudget(limits.max_logits_bytes, limits.vocab_size)
-        #: told each sequence that ends, and the first of each beam search; None: the search is over
-        self.on_end: Callable[[Sequence, Finish | None], None] | None = None
+        #: callbacks for each sequence that ends, and the first of each beam search; None: the search is over
+        self.on_end: list[Callable[[Sequence, Finish | None], None]] = []
 
     @property
     def num_running(self) -> int:
@@ -362,8 +362,8 @@ class Scheduler:
         """Free all that the group holds and emit its last events. finish: None if the search is over."""
         search = group.search
         assert search is not None
-        if self.on_end is not None:
-            self.on_end(search.first, finish)
+        for callback in self.on_end:
+            callback(search.first, finish)
         self.planner.leave_beams(group)
         for sequence in group.sequences:
             sequence.stage = Stage.ENDED
@@ -388,8 +388,8 @@ class Scheduler:
         log_probs: list[float] | None = None,
     ) -> None:
         """Free the sequence's slot and blocks and emit its last event."""
-        if self.on_end is not None:
-            self.on_end(sequence, finish)
+        for callback in self.on_end:
+            callback(sequence, finish)
         if sequence.group.row is not None:
             self._keep(sequence, sequence.group.row, finish)
         self.planner.leave(sequence)

@@ -24,13 +24,13 @@ from tests.waiting import wait_until
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.memory import check_background
+from tridecode.backend.engine.device.parts.shadow import ShadowScorer
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parts.shadow import Job, check_settings, needs_second_weights
 from tridecode.backend.engine.ranks.parallel import SingleRank
-from tridecode.backend.engine.shadow.load import refuse_without_room
-from tridecode.backend.engine.shadow.options import check_shadow, needs_second_weights
-from tridecode.backend.engine.shadow.run import Job
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.weights.quantization import Quantization
@@ -77,6 +77,12 @@ def load(directory: Path, **settings: Any) -> Engine:
     return Engine.load(directory, model, config, SingleRank(), CPU)
 
 
+def scorer_of(engine: Engine) -> ShadowScorer:
+    (scorer,) = engine.background
+    assert isinstance(scorer, ShadowScorer)
+    return scorer
+
+
 @torch.inference_mode()
 def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """(n, V) float64 of transformers."""
@@ -100,10 +106,9 @@ def jobs(vocab: int) -> list[Job]:
 
 def score(engine: Engine, job: Job) -> int:
     """To its end; returns the number of slices."""
-    assert engine.shadow is not None
     slices = 0
     while not job.is_done:
-        engine.shadow.advance(job)
+        scorer_of(engine).advance(job)
         slices += 1
     return slices
 
@@ -133,7 +138,7 @@ def test_divergence_and_agreement_are_those_of_transformers(checkpoint: Checkpoi
 def test_a_rounded_cache_is_compared_over_the_same_weights(checkpoint: Checkpoint, format: str) -> None:
     """Values near the middle of two steps may be stored as the other one: near transformers, not equal."""
     engine = load(checkpoint.dense, kv_cache_dtype=format)
-    assert engine.shadow is not None and engine.shadow.reference is engine.model
+    assert scorer_of(engine).reference is engine.model
     found, wanted = [], []
     for job in jobs(engine.model_config.vocab_size):
         score(engine, job)
@@ -149,10 +154,10 @@ def test_a_rounded_cache_is_compared_over_the_same_weights(checkpoint: Checkpoin
 
 def test_a_model_that_is_its_own_reference_does_not_diverge(checkpoint: Checkpoint) -> None:
     engine = load(checkpoint.int8, shadow_weights=str(checkpoint.dense))
-    assert engine.shadow is not None
-    engine.shadow.served = engine.shadow.reference
+    scorer = scorer_of(engine)
+    scorer.served = scorer.reference
     for job in jobs(engine.model_config.vocab_size):
-        engine.shadow._caches = (engine.shadow._caches[1],) * 2
+        scorer._caches = (scorer._caches[1],) * 2
         score(engine, job)
         assert (abs(job.kl) < 1e-12, job.agreeing) == (True, job.targets)
 
@@ -165,10 +170,10 @@ def test_the_warm_up_runs_the_largest_slice_behind_the_longest_context(
 ) -> None:
     settings = dict(max_sequence_tokens=longest, shadow_slice_tokens=slice_tokens)
     engine = load(checkpoint.dense, int8_mode=1, **settings)
-    assert engine.shadow is not None
-    seen, load_plan = [], engine.shadow.buffers.load
-    monkeypatch.setattr(engine.shadow.buffers, "load", lambda plan: seen.append(plan) or load_plan(plan))
-    engine.shadow.warm_up()
+    scorer = scorer_of(engine)
+    seen, load_plan = [], scorer.buffers.load
+    monkeypatch.setattr(scorer.buffers, "load", lambda plan: seen.append(plan) or load_plan(plan))
+    scorer.warm_up()
     (plan,) = seen
     assert (plan.num_tokens, plan.context_lens.tolist()) == (wanted, [longest])
 
@@ -292,15 +297,15 @@ def test_samples_are_compared_each_and_beams_are_skipped(checkpoint: Checkpoint)
 
 def test_a_shadow_run_that_fails_is_counted_and_harms_nothing(checkpoint: Checkpoint, monkeypatch) -> None:
     engine = load(checkpoint.dense, int8_mode=1)
-    assert engine.shadow is not None
-    whole, failures = engine.shadow.advance, [RuntimeError("a kernel failed"), torch.OutOfMemoryError("full")]
+    whole = scorer_of(engine).advance
+    failures = [RuntimeError("a kernel failed"), torch.OutOfMemoryError("full")]
 
     def advance(job: Job) -> None:
         if job.done and failures:
             raise failures.pop()
         whole(job)
 
-    monkeypatch.setattr(engine.shadow, "advance", advance)
+    monkeypatch.setattr(scorer_of(engine), "advance", advance)
     prompts = prompts_of([9, 9, 9, 9], 300)
     with running(engine) as service:
         for number, prompt in enumerate(prompts):
@@ -315,8 +320,8 @@ def test_a_shadow_run_that_fails_is_counted_and_harms_nothing(checkpoint: Checkp
 
 def test_logits_that_are_not_numbers_fail_the_shadow_run(checkpoint: Checkpoint) -> None:
     engine = load(checkpoint.dense, int8_mode=1)
-    assert engine.shadow is not None and engine.shadow.reference.final_norm is not None
-    engine.shadow.reference.final_norm.weight.fill_(float("nan"))
+    assert scorer_of(engine).reference.final_norm is not None
+    scorer_of(engine).reference.final_norm.weight.fill_(float("nan"))
     job = jobs(300)[1]
     with pytest.raises(ArithmeticError, match="not numbers"):
         score(engine, job)
@@ -328,8 +333,7 @@ def test_an_engine_stops_and_requests_are_cancelled_during_a_shadow_run(
     """A slice is held: requests that arrive and are cancelled then are served after it, and `stop` waits for
     that one slice only, though more jobs are queued."""
     engine = load(checkpoint.dense, int8_mode=1)
-    assert engine.shadow is not None
-    whole, held, go = engine.shadow.advance, threading.Event(), threading.Event()
+    whole, held, go = scorer_of(engine).advance, threading.Event(), threading.Event()
     slices: list[str] = []
 
     def advance(job: Job) -> None:
@@ -338,7 +342,7 @@ def test_an_engine_stops_and_requests_are_cancelled_during_a_shadow_run(
         assert go.wait(20)
         whole(job)
 
-    monkeypatch.setattr(engine.shadow, "advance", advance)
+    monkeypatch.setattr(scorer_of(engine), "advance", advance)
     with running(engine) as service:
         service.front.ask(1, [5, 6, 7], max_tokens=12)
         assert held.wait(20)
@@ -375,12 +379,12 @@ def test_an_engine_stops_and_requests_are_cancelled_during_a_shadow_run(
 def test_every_byte_of_shadow_runs_is_planned(checkpoint: Checkpoint, settings: dict) -> None:
     with_shadow = check(checkpoint.dense, replace(CONFIG, **settings, shadow_share=0.5))
     without = check(checkpoint.dense, replace(CONFIG, **settings))
-    assert with_shadow.shadow == with_shadow.fixed - without.fixed > 0
+    assert with_shadow.background["shadow runs"] == with_shadow.fixed - without.fixed > 0
     if "int8_mode" in settings:
         matrices = (
             sum(file.stat().st_size for file in checkpoint.dense.glob("model.layers.*.weight.bin")) // 4
         )
-        assert with_shadow.shadow > 2 * matrices
+        assert with_shadow.background["shadow runs"] > 2 * matrices
 
 
 def test_a_reference_in_fp32_is_planned(tmp_path: Path) -> None:
@@ -400,14 +404,14 @@ def test_a_reference_without_room_is_refused_with_both_sizes(checkpoint: Checkpo
     settings = EngineConfig(**{**SETTINGS, "int8_mode": 1, "data_type": "bf16"})
     planned = check(checkpoint.dense, settings)
     config = resolve(replace(settings, cache_bytes=1 << 30), model, CPU)
-    served = planned.fixed - planned.shadow + planned.block
-    need = served + planned.shadow
-    refuse_without_room(model, config, CPU, need)
+    served = planned.fixed - planned.background["shadow runs"] + planned.block
+    need = served + planned.background["shadow runs"]
+    check_background(model, config, CPU, need)
     with pytest.raises(ConfigError) as caught:
-        refuse_without_room(model, config, CPU, need - 1)
-    for size in (served, planned.shadow, need - 1):
+        check_background(model, config, CPU, need - 1)
+    for size in (served, planned.background["shadow runs"], need - 1):
         assert f"{size:,}" in str(caught.value)
-    monkeypatch.setattr("tridecode.backend.engine.shadow.load.available_memory", lambda: need - 1)
+    monkeypatch.setattr("tridecode.backend.engine.device.memory.available_memory", lambda: need - 1)
     with pytest.raises(ConfigError, match="shadow_share is 1: the served model needs"):
         load(checkpoint.dense, int8_mode=1)
 
@@ -419,7 +423,7 @@ def test_every_setting_that_rounds_weights_gives_the_reference_its_own(checkpoin
     assert "int8_mode" in names
     for name in names:
         config = replace(plain, **{name: 1})
-        check_shadow(model, config)
+        check_settings(model, config)
         assert needs_second_weights(model, config), name
 
 

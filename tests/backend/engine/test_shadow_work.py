@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.parts.shadow import Histogram, Job, ShadowRuns, is_chosen
 from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup
-from tridecode.backend.engine.shadow.queue import Histogram, ShadowWork, is_chosen
-from tridecode.backend.engine.shadow.run import Job
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 
@@ -42,10 +42,11 @@ def ended(arrival: int, prompt: int = 5, output: int = 4, **group) -> Sequence:
     return sequence
 
 
-def work(clock: Clock | None = None, slice_s: float = 0.01, long_rope: int = 0, **settings) -> ShadowWork:
+def work(clock: Clock | None = None, slice_s: float = 0.01, long_rope: int = 0, **settings) -> ShadowRuns:
     clock = clock or Clock()
     config = EngineConfig(**{"shadow_share": 1.0, **settings})
-    return ShadowWork(config, Scorer(clock, slice_s), long_rope, clock)
+    model = SimpleNamespace(long_prompt_tokens=long_rope)
+    return ShadowRuns(model, config, Scorer(clock, slice_s), clock)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3])
@@ -74,9 +75,9 @@ def test_a_full_queue_drops_and_counts() -> None:
     shadow = work(shadow_queue=3)
     for number in range(8):
         shadow.offer(ended(number), Finish.END_ID)
-    assert (shadow.metrics()["shadow_queued"], shadow.dropped) == (3, 5)
+    assert (shadow.metrics()["shadow_queued"], shadow.metrics()["shadow_dropped"]) == (3, 5)
     while shadow.has_work:
-        shadow.step()
+        shadow.run()
     assert shadow.metrics()["shadow_kl_count"] == 3
     shadow.offer(ended(9), Finish.STOP_WORD)
     assert shadow.metrics()["shadow_queued"] == 1
@@ -120,11 +121,11 @@ def test_beside_live_requests_it_takes_its_share_of_the_time() -> None:
     while clock.now < begin + 20:
         if shadow.may_run(live=True):
             before = clock.now
-            shadow.step()
+            shadow.run()
             spent += clock.now - before
         clock.now += 0.004  # a live step
     assert 0.04 < spent / (clock.now - begin) <= 0.0505
-    assert shadow.seconds == pytest.approx(spent)
+    assert shadow.metrics()["shadow_seconds"] == pytest.approx(spent)
     assert shadow.may_run(live=False)  # an idle engine always may
 
 
@@ -133,7 +134,7 @@ def test_a_time_share_of_nothing_waits_for_an_idle_engine() -> None:
     assert not shadow.may_run(live=False)  # nothing is queued
     shadow.offer(ended(1), Finish.LENGTH)
     assert not shadow.may_run(live=True) and shadow.may_run(live=False)
-    shadow.step()
+    shadow.run()
     assert shadow.metrics()["shadow_tokens_kl"] == 1.0 and shadow.metrics()["shadow_tokens_agreeing"] == 2
 
 

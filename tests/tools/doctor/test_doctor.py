@@ -67,7 +67,7 @@ def test_a_wrong_reference_of_shadow_runs_is_found(repository):
     found = diagnose(repository, machine=CPU_MACHINE)
     assert found.findings == []
     (memory,) = found.fits.values()
-    assert memory.ranks[0].shadow > 0
+    assert memory.ranks[0].background["shadow runs"] > 0
     edit(path, value("shadow_weights", "none"), value("shadow_weights", "../absent"))
     (finding,) = findings(repository)
     assert finding.severity == "error" and "shadow_weights names" in finding.found

@@ -133,7 +133,7 @@ def test_the_reference_of_shadow_runs_is_planned_and_its_lack_of_room_has_a_way_
     config = replace(BF16, max_sequences=16, max_sequence_tokens=2048)
     shadowed = replace(config, shadow_share=0.01, shadow_weights="../dense")
     plain, found = (fit(model, one, Place("cuda", 80 * GIB)) for one in (config, shadowed))
-    shadow, tables = found.ranks[0].shadow, 2 * 2048 * 64 * 4
+    shadow, tables = found.ranks[0].background["shadow runs"], 2 * 2048 * 64 * 4
     cache = 2 * 2048 // 32 * found.ranks[0].block  # two caches of one sequence
     logits = (3 * 8 + 4) * 16 * 128256  # 16 rows: two distributions and scratch in float64, logits in float32
     exact = 2 * 8_030_261_248 + tables + cache + logits

@@ -1,24 +1,29 @@
-"""The device side of each part."""
+"""The device side of each part, and of each feature between steps."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.parts.adapters import AdaptersRun
+from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
 from tridecode.backend.engine.device.parts.embeddings import EmbeddingsRun
 from tridecode.backend.engine.device.parts.forks import ForksRun
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.prompt_tables import PromptTablesRun
 from tridecode.backend.engine.device.parts.returned_logits import LogitsRun
+from tridecode.backend.engine.device.parts.shadow import ShadowScorer
 from tridecode.backend.engine.device.parts.top_tokens import TopTokensRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
+from tridecode.backend.engine.parts.shadow import ShadowRuns
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.step.plan import StepPlan
 
@@ -34,8 +39,14 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     TopTokens: TopTokensRun,
     BeamRows: BeamsRun,
 }
+BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}
 
 
 def part_runs(engine: Engine, plan: StepPlan) -> list[PartRun[Any]]:
     """The device side of the parts of a plan, for one step."""
     return [RUNS[type(part)](engine, plan, part) for part in plan.parts]
+
+
+def background_kinds(config: EngineConfig) -> dict[type[Background], type[BackgroundRun]]:
+    """The features between steps that the settings turn on."""
+    return {kind: run for kind, run in BACKGROUND_RUNS.items() if getattr(config, kind.switch)}

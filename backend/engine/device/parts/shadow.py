@@ -1,111 +1,97 @@
-"""Scores the tokens of an ended request by the served model and by its 16-bit reference.
+"""Shadow runs on the device: the tokens of an ended request, scored by the served model and by its reference.
 
 Both models compute the same tokens by teacher forcing: the prompt and the generated tokens, in chunks, each
 over a cache of its own for one sequence. The logits before every generated token give the two distributions
-(temperature 1, no penalties) that are compared. Nothing here touches the cache, the workspace or the sampling
-state of live requests.
+(temperature 1, no penalties) that are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tridecode.backend import models
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.engine.shadow.options import reference_config
+from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
+from tridecode.backend.engine.parts.shadow import Job, ShadowRuns, needs_second_weights
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.step_buffers import StepBuffers
-from tridecode.backend.models.context import Context, Ranks, Workspace
+from tridecode.backend.models import read_model_config
+from tridecode.backend.models.context import Context, Workspace
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.weights import Weights
 from tridecode.kernels.operands import Batch, CacheLayer
-from tridecode.kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.device.engine import Engine
 
 _HEAD_ROWS = 16  # positions whose logits are held at once
 _LOGITS_DTYPE = torch.float64  # of the comparison
+#: fields in which the reference may differ from the served model
+_OWN_FIELDS = ("model_name", "weight_dtype", "quantization")
 
 
-class Host(Protocol):
-    """The engine as the scorer uses it."""
+class ShadowScorer(BackgroundRun):
+    """Holds the reference and the buffers of one chunk. The reference shares the served weights where they
+    are not rounded; then only its cache differs."""
 
-    model_config: ModelConfig
-    config: EngineConfig
-    model: Decoder
-    ops: Ops
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def ranks(self) -> Ranks: ...
-
-    def allocate_cache(
-        self, num_blocks: int, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> list[CacheLayer]: ...
-
-
-@dataclass
-class Job:
-    """One sequence to score, and how far it is.
-
-    tokens: (n,) int32, the prompt and the output but its last token, whose own logits are of no interest.
-    targets: the number of generated tokens: the last `targets` positions are compared. done: positions that
-    are computed. kl: their sum, in nats. agreeing: positions where both models have the same arg max.
-    """
-
-    name: str
-    tokens: np.ndarray
-    targets: int
-    done: int = 0
-    kl: float = 0.0
-    agreeing: int = 0
-
-    @property
-    def first(self) -> int:
-        """The first position that is compared: the last token of the prompt."""
-        return len(self.tokens) - self.targets
-
-    @property
-    def is_done(self) -> bool:
-        return self.done == len(self.tokens)
-
-
-class Scorer:
-    """Holds the reference and the buffers of one chunk. weights: of the reference; None: it shares those of
-    the served model, which are not rounded, and differs in its cache."""
-
-    def __init__(self, host: Host, weights: Weights | None):
-        config, device, model = host.config, host.device, host.model_config
+    def __init__(self, engine: Engine, open_weights: OpenWeights):
+        config, device, model = engine.config, engine.device, engine.model_config
         assert config.max_sequence_tokens is not None and config.shadow_slice_tokens is not None
-        longest = config.max_sequence_tokens
-        self.slice_tokens = config.shadow_slice_tokens
-        self.block_tokens, self.blocks = config.block_tokens, -(-longest // config.block_tokens)
-        self.longest = longest
-        self._ops, self._ranks, self._device = host.ops, host.ranks, device
-        self.served = self.reference = host.model
-        if weights is not None:
-            reference = reference_config(model)
-            self.reference = models.family(model.family).model(reference, weights, host.ranks, longest)
-        self._work = Workspace.allocate(model, self.slice_tokens, _HEAD_ROWS, 1, host.dtype, device)
+        self.longest, self.slice_tokens = config.max_sequence_tokens, config.shadow_slice_tokens
+        self.block_tokens, blocks = config.block_tokens, -(-self.longest // config.block_tokens)
+        self._model_config, self._config = model, config
+        self._ops, self._ranks, self._device = engine.ops, engine.ranks, device
+        self.served = self.reference = engine.model
+        if needs_second_weights(model, config):
+            directory = None if config.shadow_weights == "none" else Path(config.shadow_weights)
+            reference = replace(model, quantization=None)
+            with open_weights(directory, reference) as weights:
+                self.reference = models.family(model.family).model(
+                    reference, weights, engine.ranks, self.longest
+                )
+        self._work = Workspace.allocate(model, self.slice_tokens, _HEAD_ROWS, 1, engine.dtype, device)
         self._served_rows = torch.zeros_like(self._work.hidden)
         shape = (3, _HEAD_ROWS, model.vocab_size)
         self._wide = torch.zeros(shape, dtype=_LOGITS_DTYPE, device=device)  # two distributions and scratch
-        self.buffers = StepBuffers(self.slice_tokens, 1, self.blocks, device)
-        self._caches = (
-            host.allocate_cache(self.blocks),
-            host.allocate_cache(self.blocks, dtype=host.dtype),
-        )
+        self.buffers = StepBuffers(self.slice_tokens, 1, blocks, device)
+        self._caches = engine.allocate_cache(blocks), engine.allocate_cache(blocks, dtype=engine.dtype)
+
+    @classmethod
+    def check(cls, model: ModelConfig, config: EngineConfig) -> None:
+        """Raise ConfigError unless shadow_weights is none or has the served model, not quantised."""
+        if config.shadow_weights == "none":
+            return
+        asked = f"parameter shadow_weights names {config.shadow_weights}"
+        if not (Path(config.shadow_weights) / "config.ini").is_file():
+            raise ConfigError(f"{asked}, without config.ini; wanted a weight directory")
+        reference = read_model_config(Path(config.shadow_weights))
+        if reference.quantization is not None:
+            raise ConfigError(
+                f"{asked}, whose weights are {reference.quantization.weights}; wanted weights in fp16, bf16 "
+                "or fp32"
+            )
+        for row in fields(ModelConfig):
+            found, wanted = getattr(reference, row.name), getattr(model, row.name)
+            if row.name not in _OWN_FIELDS and found != wanted:
+                raise ConfigError(
+                    f"{asked}, a model with {row.name} = {found}; wanted that of the model that is served, "
+                    f"{wanted}"
+                )
+
+    def begin(self) -> ShadowRuns:
+        return ShadowRuns(self._model_config, self._config, self)
 
     def warm_up(self) -> None:
-        """Run the largest slice, behind the longest context, so that libraries allocate what they need before
-        the live cache takes the rest of the memory."""
+        """Run the largest slice behind the longest context."""
         begin = max(self.longest - self.slice_tokens, min(1, self.longest - 1))  # a first chunk ends at 1
         job = Job("", np.zeros(self.longest, np.int32), self.longest, done=begin)
         with suppress(ArithmeticError):  # the cache of the tokens before it is empty

@@ -1,1 +1,0 @@
-"""Shadow runs: ended sequences scored again by a reference."""
