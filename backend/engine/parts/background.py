@@ -34,11 +34,11 @@ class Background:
 
     @property
     def has_work(self) -> bool:
-        """Whether a slice is queued."""
+        """Return whether a slice is queued."""
         raise NotImplementedError
 
     def may_run(self, live: bool) -> bool:
-        """Whether it is time for a slice. live: requests can step, which then wait for it."""
+        """Return whether it is time for a slice. live: requests can step, which then wait for it."""
         raise NotImplementedError
 
     def run(self) -> None:
