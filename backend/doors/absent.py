@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.doors import huge_shapes
-from tridecode.backend.doors.answers.senders import FINAL
+from tridecode.backend.doors.answers.stream import FINAL
 from tridecode.backend.doors.door import refusal
 from tridecode.backend.doors.door_settings import read_settings
 from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of

@@ -13,7 +13,8 @@ import triton_python_backend_utils as pb_utils
 from tridecode.backend.base import log_format
 from tridecode.backend.base.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors import huge_shapes
-from tridecode.backend.doors.answers.senders import Senders, Stream
+from tridecode.backend.doors.answers.senders import Senders
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, read_settings

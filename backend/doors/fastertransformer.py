@@ -16,7 +16,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.answers.logit_tensors import LogitsArrays, WantedLogits
-from tridecode.backend.doors.answers.senders import Stream
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission

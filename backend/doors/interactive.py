@@ -18,7 +18,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.doors.answers.senders import FINAL, Stream
+from tridecode.backend.doors.answers.stream import FINAL, Stream
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.interactive import CONTROLS, INTERACTIVE
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission

@@ -25,7 +25,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.answers.logit_tensors import WantedLogits, metrics, piece_logits
-from tridecode.backend.doors.answers.senders import Stream
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received

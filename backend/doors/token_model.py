@@ -21,7 +21,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.answers.logit_tensors import WantedLogits
-from tridecode.backend.doors.answers.senders import Stream
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.answers.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.doors.answers.senders import Senders, Stream
+from tridecode.backend.doors.answers.senders import Senders
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.wire.messages import Event
 
 

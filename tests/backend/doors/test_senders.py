@@ -11,7 +11,8 @@ import pytest
 from tests import fake_triton
 from tests.waiting import wait_until
 from tridecode.backend.base.errors import CapacityError, RequestError
-from tridecode.backend.doors.answers.senders import Senders, SenderThread, Stream
+from tridecode.backend.doors.answers.senders import Senders, SenderThread
+from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.wire.messages import Event
 
 
