@@ -49,7 +49,7 @@ class PlannedConversion:
     #: (name of a target, how to make it dense) -> what is written in its place: a QuantizedWeight for each
     #: tensor that config.quantization covers. None: these are rounded to the nearest values
     replaced: Callable[[str, Callable[[], torch.Tensor]], torch.Tensor | QuantizedWeight] | None = None
-    #: of what `replaced` gives, where it was made with texts: see quantize/calibrate.py, Calibrated.errors
+    #: of what `replaced` gives, where it was made with texts: see quantize/calibrated.py, Calibrated.errors
     product_errors: Mapping[str, float] | None = None
     replaced_by: str = ""  # a digest of that; a conversion that was interrupted goes on if it is the same
 

@@ -11,10 +11,8 @@ on the device.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.progress import work_progress
 from tridecode.converters.quantize.built_in_texts import BUILT_IN
+from tridecode.converters.quantize.calibrated import Calibrated
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.methods import Method
 from tridecode.converters.quantize.products import ProductErrors, input_module, layer_run
@@ -52,52 +51,6 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 _TUNING_SHARE = 0.9  # of a layer's time, for the progress
 _TOGETHER_SHARE = 0.3  # of all the time
 _CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
-
-
-@dataclass
-class Calibrated:
-    """The tensors of a quantised weight directory.
-
-    changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
-    tensors with folded scales, float32. errors: of each quantised matrix, those of its products over the
-    calibration set (products.ProductErrors), whose token ids are `sequences`. output_errors: of each tuned
-    layer, the mean of tune.output_error before and after. divergences: from the exact model, the mean over
-    some of the texts before and after the layers were tuned together; None: they were not.
-    """
-
-    planned: PlannedConversion
-    method: Method
-    sequences: list[list[int]]
-    changed: TensorStore = field(default_factory=TensorStore)
-    errors: dict[str, float] = field(default_factory=dict)
-    output_errors: list[tuple[float, float]] = field(default_factory=list)
-    divergences: tuple[float, float] | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.sequences))
-
-    def conversion(self) -> PlannedConversion:
-        """Return the conversion that writes the quantised directory."""
-        config = replace(self.planned.config, quantization=self.method.quantization)
-        return replace(
-            self.planned,
-            config=config,
-            replaced=self.replaced,
-            replaced_by=self._digest(),
-            product_errors=dict(self.errors),
-        )
-
-    def replaced(self, name: str, dense: Callable[[], Tensor]) -> Tensor | QuantizedWeight:
-        """A tensor of the directory; dense: makes what the checkpoint has."""
-        return self.changed[name] if name in self.changed else dense()
-
-    def _digest(self) -> str:
-        """Digest of the method, the texts, and the values that distinguish one run's folding and grids from
-        another's."""
-        texts = f"{self.method.name} {self.sequences} {self.changed.digest()}"
-        return hashlib.sha256(texts.encode()).hexdigest()
 
 
 def calibrate(

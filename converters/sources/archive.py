@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.converters.sources.torch_file import Region
+from tridecode.converters.sources.torch_pickle import Region
 
 _MAX_MEMBERS = 10_000
 _GZIP = b"\x1f\x8b"

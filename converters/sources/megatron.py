@@ -12,7 +12,8 @@ from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.megatron_network import GptSettings, Piece, activation_of, gpt_checkpoint
 from tridecode.converters.sources.pickle_limits import is_plain
-from tridecode.converters.sources.torch_file import Arguments, Region, load, tensors_of
+from tridecode.converters.sources.torch_file import load, tensors_of
+from tridecode.converters.sources.torch_pickle import Arguments, Region
 
 #: folders of a rank: Megatron-LM's, with its pipeline rank if there are several, and NeMo's
 RANK_FOLDER = re.compile(r"(?:mp_rank_(\d+)(?:_(\d+))?|tp_rank_(\d+)_pp_rank_(\d+))")

@@ -18,7 +18,7 @@ from transformers import GPT2Config
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.references.state import state_reference
 from tridecode.converters.sources import Checkpoint
-from tridecode.converters.sources.torch_file import StoredTensor
+from tridecode.converters.sources.torch_pickle import StoredTensor
 
 #: Megatron's names of old and new versions (its core's last), without prefixes -> transformers'
 _LAYER = {

@@ -20,7 +20,8 @@ from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.archive import Archive
 from tridecode.converters.sources.megatron import RANK_FOLDER, check_ranks, end_id, gpt_settings, rank_of
 from tridecode.converters.sources.megatron_network import gpt_checkpoint
-from tridecode.converters.sources.torch_file import StoredTensor, load, tensors_of
+from tridecode.converters.sources.torch_file import load, tensors_of
+from tridecode.converters.sources.torch_pickle import StoredTensor
 
 CONFIG_FILE = "model_config.yaml"
 _WEIGHTS = "model_weights.ckpt"

@@ -26,9 +26,10 @@ from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.kept_quantized import kept_or_dense
-from tridecode.converters.parity.comparison import Parity, check_parity, without_reference
+from tridecode.converters.parity.comparison import check_parity, without_reference
 from tridecode.converters.parity.grades import COLOURS, POOR, Floor, advice, limits_of
 from tridecode.converters.parity.reference import too_large
+from tridecode.converters.parity.report import Parity
 from tridecode.converters.pruning.zeros import zeros_summary
 from tridecode.converters.quantize.texts import GivenText
 from tridecode.converters.sources import Checkpoint

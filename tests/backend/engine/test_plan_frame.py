@@ -287,7 +287,7 @@ def test_no_module_of_ours_reads_pickles_or_runs_texts():
     is bounded: tests/converters/sources/test_torch_file.py, test_hostile_files.py.
     """
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    unpicklers = {ROOT / "converters/sources" / name for name in ("torch_file.py", "pickle_limits.py")}
+    unpicklers = {ROOT / "converters/sources" / name for name in ("torch_pickle.py", "pickle_limits.py")}
     for folder in ("backend", "converters", "kernels", "model_repo_templates", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -18,16 +18,9 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import comparison as parity_module
-from tridecode.converters.parity.comparison import (
-    NEW_TOKENS,
-    Parity,
-    PromptParity,
-    check_parity,
-    compare_prompt,
-    fixed_prompts,
-    judge,
-)
+from tridecode.converters.parity.comparison import NEW_TOKENS, check_parity, fixed_prompts
 from tridecode.converters.parity.files import LmHead, Shards, TokenizerParity
+from tridecode.converters.parity.report import Parity, PromptParity, compare_prompt, judge
 
 SOURCE = Path("the source's")
 

@@ -17,7 +17,8 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.quantize.calibrate import Calibrated, calibrate
+from tridecode.converters.quantize.calibrate import calibrate
+from tridecode.converters.quantize.calibrated import Calibrated
 from tridecode.converters.quantize.methods import METHODS, method_of
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.structure import layer_matrices

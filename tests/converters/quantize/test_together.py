@@ -25,7 +25,7 @@ from tests.converters.quantize.test_tune import (
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize import calibrate as calibration
-from tridecode.converters.quantize.calibrate import Calibrated
+from tridecode.converters.quantize.calibrated import Calibrated
 from tridecode.converters.quantize.methods import method_of
 from tridecode.converters.quantize.products import layer_run
 from tridecode.converters.quantize.source_tensors import source_tensors

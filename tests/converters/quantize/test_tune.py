@@ -17,7 +17,8 @@ from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.quantize import calibrate as calibration
-from tridecode.converters.quantize.calibrate import Calibrated, calibrate_model, long_time
+from tridecode.converters.quantize.calibrate import calibrate_model, long_time
+from tridecode.converters.quantize.calibrated import Calibrated
 from tridecode.converters.quantize.methods import Method, method_of
 from tridecode.converters.quantize.products import layer_run
 from tridecode.converters.quantize.rounding import Grid

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.converters.sources.torch_file import Arguments, Region, load, tensors_of
+from tridecode.converters.sources.torch_file import load, tensors_of
+from tridecode.converters.sources.torch_pickle import Arguments, Region
 
 
 class Phase(enum.Enum):
