@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 import torch
 
 from tridecode.kernels.bench.__main__ import OPERATIONS
-from tridecode.kernels.bench.cases import Bench
+from tridecode.kernels.bench.rig import Rig
 from tridecode.tools.bench.reports.report import command as typed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,10 +82,10 @@ def count_results(path: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
 
 
 def run_benchmarks(operations: list[str]) -> list[dict[str, object]]:
-    bench, records = Bench(), []
+    rig, records = Rig(), []
     for operation in operations:
         started = time.monotonic()
-        for result in getattr(bench, operation)():
+        for result in OPERATIONS[operation](rig):
             print(result.line(), flush=True)
             records.append(result.record())
         print(f"[{operation}: {time.monotonic() - started:.0f} s]", flush=True)

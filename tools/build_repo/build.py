@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -26,10 +25,7 @@ from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.kept_quantized import kept_or_dense
-from tridecode.converters.parity.comparison import check_parity, without_reference
-from tridecode.converters.parity.grades import COLOURS, POOR, Floor, advice, limits_of
-from tridecode.converters.parity.reference import too_large
-from tridecode.converters.parity.report import Parity
+from tridecode.converters.parity.grades import Floor
 from tridecode.converters.pruning.zeros import zeros_summary
 from tridecode.converters.quantize.texts import GivenText
 from tridecode.converters.sources import Checkpoint
@@ -47,8 +43,8 @@ from tridecode.model_repo_templates.repository import (
 )
 from tridecode.model_repo_templates.served import DEFAULT, ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated
+from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
-from tridecode.tools.checks.parity import PARITY_FILE
 from tridecode.tools.checks.repository import check_repo
 
 CALIBRATED = "calibrated"  # folder of the repository while it is built
@@ -204,15 +200,15 @@ def build_repo(
             written = save_tokenizer(hf_tokenizer, source, tokenizer_file.parent)
             _check_vocabulary(written, config, console)
             _check_end(written, hf_tokenizer.eos_token, checkpoint.eos_ids, console)
-        why = _no_comparison(compared, config) if parity else ""
+        why = no_comparison(compared, config) if parity else ""
         if why:
-            _say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
+            say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
         elif parity:
             floor = quantization_floor
-            proven = _prove(
+            proven = prove(
                 planned, compared, weights, staging, tokenizer_file, hf_tokenizer, console, floor, parity_text
             )
-            _say_grade(proven, "" if calibration is None else calibration.method.name, console)
+            say_grade(proven, "" if calibration is None else calibration.method.name, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -299,79 +295,6 @@ def _check_end(tokenizer: Tokenizer, token: str | None, end_ids: list[int], cons
             f"{wanted} (generation_config.json, else config.json), and the model may not stop at {found}",
             markup=True,
         )
-
-
-def _prove(
-    planned: PlannedConversion,
-    checkpoint: Checkpoint,
-    weights: Path,
-    staging: Path,
-    file: Path | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    console: Console,
-    floor: Floor,
-    text: GivenText | None,
-) -> Parity:
-    """file: the repository's tokenizer.json; tokenizer: the source's; None: the repository has none. floor:
-    of a quantised model. text: to compare on beside the fixed prompts."""
-    quantized = None if planned.config.quantization is None else (planned, floor)
-    with console.status("comparing the converted model with transformers"):
-        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer, quantized, text)
-    summary = parity.summary()
-    quality = parity.quantization
-    if quality is not None and not parity.passed_floor:
-        raise CheckpointError(
-            f"the quantised model is too far from {checkpoint.path}: {summary}; choose another format, or "
-            "another floor (--quantize-floor)"
-        )
-    if not parity.passed:
-        raise CheckpointError(
-            f"the converted model is not transformers' model of {checkpoint.path}: {summary}"
-        )
-    (staging / PARITY_FILE).write_text(
-        json.dumps(parity.as_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
-    )
-    console.print(f"parity with {parity.compared_with}: {summary}", markup=False)
-    return parity
-
-
-def _say_grade(parity: Parity, method: str, console: Console) -> None:
-    """Print the grade of a quantised model, and for a poor one what to try. method: of calibration."""
-    quality, grade = parity.quantization, parity.grade
-    if quality is None:
-        return
-    console.print(f"quality: [{COLOURS[grade]}]{grade}[/] ({limits_of(grade)}; docs/guides/quantization.md)")
-    if grade == POOR:
-        console.print("[yellow]warning[/]: ", end="")
-        console.print(
-            f"its answers will often differ from the source's; "
-            f"{advice(quality.weights, quality.activations, method)}",
-            markup=False,
-        )
-
-
-def _no_comparison(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Why the result cannot be compared with another model of the checkpoint; "" if it can."""
-    if checkpoint.has_reference:
-        return too_large(config)
-    return (
-        f"transformers has no class for {checkpoint.config.model_type or config.family} with these settings"
-    )
-
-
-def _say_unproven(
-    why: str,
-    planned: PlannedConversion,
-    checkpoint: Checkpoint,
-    weights: Path,
-    staging: Path,
-    file: Path | None,
-    console: Console,
-) -> None:
-    """Say, and write into PARITY.json, that nothing was compared, and why."""
-    result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
-    (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
-    console.print(f"[yellow]warning[/]: the result is not compared: {why}")
 
 
 def _check_result(staging: Path) -> None:

@@ -29,6 +29,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.converters import writer
 from tridecode.converters.parity import comparison as parity_module
 from tridecode.tools.build_repo import build as build_repo_module
+from tridecode.tools.build_repo import proof
 from tridecode.tools.build_repo.build import _check_end, build_repo
 from tridecode.tools.checks.repository import check_repo
 
@@ -151,8 +152,8 @@ BREAKS = {
     "while a tensor is written": (writer, "_shard", fail),
     "while the tokenizer is written": (build_repo_module, "save_tokenizer", fail),
     "while the models are written": (build_repo_module, "write_models", fail),
-    "in the parity check": (build_repo_module, "check_parity", fail),
-    "by the user": (build_repo_module, "check_parity", interrupt),
+    "in the parity check": (proof, "check_parity", fail),
+    "by the user": (proof, "check_parity", interrupt),
 }
 
 

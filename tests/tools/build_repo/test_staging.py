@@ -11,8 +11,7 @@ import pytest
 from tests.checkpoints import save, tiny_gpt2
 from tridecode.backend.base.errors import ConfigError
 from tridecode.converters import writer
-from tridecode.tools.build_repo import build as build_repo_module
-from tridecode.tools.build_repo import staging
+from tridecode.tools.build_repo import proof, staging
 from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.checks.repository import check_repo
 
@@ -71,7 +70,7 @@ def test_a_break_after_the_weights_keeps_them(source, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(build_repo_module, "check_parity", interrupt)
+        patch.setattr(proof, "check_parity", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build_repo(source, tmp_path / "repo")
     before = inodes(tmp_path / ".repo.building" / WEIGHTS)
