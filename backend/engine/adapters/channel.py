@@ -9,7 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tridecode.backend.engine.ranks.parallel import exchange
+from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.weights.lora_tensors import Lora
 
 #: a rank waits for the next adapter as long as it lives

@@ -30,7 +30,8 @@ from tridecode.backend.engine.device.resolved_settings import choose_num_blocks
 from tridecode.backend.engine.device.sampling import start_slots
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.ranks.agreement import StepDigest, copied_state
-from tridecode.backend.engine.ranks.parallel import GPU, Posted, ProcessRanks, SingleRank, waiting
+from tridecode.backend.engine.ranks.exchange import waiting
+from tridecode.backend.engine.ranks.parallel import GPU, Posted, ProcessRanks, SingleRank
 from tridecode.backend.engine.ranks.peer_memory import PeerSampler, join_peers
 from tridecode.backend.engine.ranks.vocab_sampler import sample
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, share_vocabulary, whole_rows

@@ -6,14 +6,11 @@ and every rank runs the same plan; the first tensor rank of the last stage has t
 
 from __future__ import annotations
 
-import functools
 import logging
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tridecode.backend.engine.ranks.agreement import Meeting, PeerLost, PlanOrder, Told, seal, unseal
+from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, gpu_name, shares_a_gpu
 from tridecode.backend.engine.step import plan_frame, plan_wire
 from tridecode.backend.engine.step.plan import StepPlan
@@ -49,58 +47,10 @@ class Posted(Protocol):
 _STEP_LIMIT = timedelta(minutes=30)
 #: an idle engine's ranks wait for a plan as long as they live; they end with their supervisor (rank_link)
 _FOREVER = timedelta(days=365)
-#: errors of this rank's own device; older versions of torch have no AcceleratorError
-_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def exchange(what: str) -> Callable[[_Method], _Method]:
-    """A method that waits for other ranks. what: in words, for diagnoses; "": one that may wait for long.
-
-    self.waits is `what` meanwhile. An error of torch.distributed becomes PeerLost: the cause is probably
-    another rank. Errors of the device rise as they are.
-    """
-
-    def wrap(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def run(self: Any, *arguments: Any, **named: Any) -> Any:
-            if what:
-                self.waits = what
-            try:
-                return method(self, *arguments, **named)
-            except _DEVICE_ERRORS:
-                raise
-            except RuntimeError as error:
-                if str(error).startswith("CUDA"):
-                    raise
-                raise PeerLost(f"{what or 'the broadcast of a plan'} broke: {_short(error)}") from error
-            finally:
-                if what:
-                    self.waits = ""
-
-        return cast(_Method, run)
-
-    return wrap
 
 
 #: what a rank that waits for its own GPU waits in: it may be another rank that the GPU waits for
 GPU = "the synchronisation with its GPU"
-
-
-@contextmanager
-def waiting(ranks: Any, what: str) -> Iterator[None]:
-    """ranks.waits is `what` meanwhile, as with `exchange`."""
-    ranks.waits = what
-    try:
-        yield
-    finally:
-        ranks.waits = ""
-
-
-def _short(error: BaseException) -> str:
-    """The first sentence of an error of gloo or NCCL, without the place in its source."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])
-    return text.split(". This is typically")[0].strip()
 
 
 @dataclass(frozen=True)

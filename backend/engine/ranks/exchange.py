@@ -1,0 +1,63 @@
+"""Methods that wait for other ranks: what they wait for, and the errors of a lost peer."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+
+from tridecode.backend.engine.ranks.agreement import PeerLost
+
+#: errors of this rank's own device; older versions of torch have no AcceleratorError
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def exchange(what: str) -> Callable[[_Method], _Method]:
+    """A method that waits for other ranks. what: in words, for diagnoses; "": one that may wait for long.
+
+    self.waits is `what` meanwhile. An error of torch.distributed becomes PeerLost: the cause is probably
+    another rank. Errors of the device rise as they are.
+    """
+
+    def wrap(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def run(self: Any, *arguments: Any, **named: Any) -> Any:
+            if what:
+                self.waits = what
+            try:
+                return method(self, *arguments, **named)
+            except _DEVICE_ERRORS:
+                raise
+            except RuntimeError as error:
+                if str(error).startswith("CUDA"):
+                    raise
+                raise PeerLost(f"{what or 'the broadcast of a plan'} broke: {_short(error)}") from error
+            finally:
+                if what:
+                    self.waits = ""
+
+        return cast(_Method, run)
+
+    return wrap
+
+
+@contextmanager
+def waiting(ranks: Any, what: str) -> Iterator[None]:
+    """ranks.waits is `what` meanwhile, as with `exchange`."""
+    ranks.waits = what
+    try:
+        yield
+    finally:
+        ranks.waits = ""
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence of an error of gloo or NCCL, without the place in its source."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])
+    return text.split(". This is typically")[0].strip()
