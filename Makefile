@@ -29,7 +29,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test soak fuzz test-gpu lint format typecheck kernels bench clients install slurm clean distclean
+.PHONY: help demo test nightly soak fuzz test-gpu lint format typecheck kernels bench clients install slurm clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ demo: $(READY) $(if $(GPU),kernels) ## convert a small model, serve it, answer a
 
 test: $(READY) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=, WORKERS=
 	@$(BIN)/python -m tests.parts $(ARGS)
+
+nightly: $(READY) $(if $(GPU),kernels) ## the slow proofs and the grids of parameters that make test leaves out; ARGS=
+	@$(BIN)/python -m tests.parts --nightly $(ARGS)
 
 MINUTES ?= 60
 SEED ?= 1

@@ -1,12 +1,13 @@
 """Tests compute with the engine's own thread settings, whichever test loads torch first.
 
-The two parts of the suite (tests/parts.py), and how the first one is spread over processes: a file at a time,
-and all files that use the server of the guide together, so that it is started once.
+Options choose a part of the suite (tests/parts.py), and what is left to `make nightly` (tests/thinning.py).
+The scheduler of pytest-xdist gives a process a file at a time. All files that use the server of the guide go
+to one process, so that it is started once, and so do those that load the machine. Tests that share nothing
+with their file go one at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import parts
+from tests import parts, thinning
 from tridecode.backend.base.threads import spin_briefly
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=parts.PARTS, help="of the suite, see tests/parts.py; default: both")
+    parser.addoption(
+        "--nightly", choices=("leave", "only"), help="leave out, or run only, the tests of `make nightly`"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,22 +42,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.is_file() and is_of_another_part(collection_path, config) else None
 
 
+def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the item is of another part, which pytest collects if the command line names its file, or of
+    the other side of --nightly."""
+    nightly = config.getoption("--nightly")
+    return is_of_another_part(item.path, config) or (
+        bool(nightly) and (item.get_closest_marker("nightly") is not None) != (nightly == "only")
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Files with slow tests come first, so that no process is left with one when the others have ended."""
-    others = {item for item in items if is_of_another_part(item.path, config)}
-    if others:  # of files that the command line names: pytest collects them in any case
+    """Put files with slow tests first, and tests that are handed out singly behind other slow ones, so that
+    no process has a long file left when the others have ended."""
+    thinning.thin(items)
+    others = {item for item in items if is_left_out(item, config)}
+    if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     slow = {
         item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("server")
     }
-    items.sort(key=lambda item: item.path not in slow)
-
-
-@functools.cache
-def group_of(file: str) -> str:
-    """The tests of a group run in one process."""
-    return "desk" if "desk: Desk" in (parts.ROOT / file).read_text(encoding="utf-8") else file
+    items.sort(key=lambda item: (item.path not in slow, parts.is_single(item.path)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,11 +72,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     from xdist.scheduler import LoadScopeScheduling  # here: only where tests run on several processes
 
-    class ByFile(LoadScopeScheduling):
+    class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid.partition("::")[0])
+            file = nodeid.partition("::")[0]
+            return nodeid if parts.is_single(parts.ROOT / file) else parts.group_of(file)
 
-    return ByFile(config, log)
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """`python -m tests.parts [arguments of pytest]`: the suite in two parts, with one closing line for both.
 
-The first part runs on several processes (pytest-xdist), a file at a time. The second has the tests whose
-limits are seconds of a real server, or whose subject is a process that is killed or stopped: one after
-another, with the machine to themselves. SERIAL names them.
+The first part, `parallel`, computes: pytest-xdist runs a file at a time on each processor. The second,
+`timed`, has the tests whose limits are seconds of a real server, or whose subject is a process that is killed
+or stopped; TIMED names them. They mostly wait: LANES processes run them, of which one loads the machine.
+
+`--nightly` runs what `make test` leaves out: tests marked `nightly`, here or by thinning.py.
 
 A test that fails is run a second time with nothing beside it, where a part has AGAIN of them or fewer: the
 limits of a few tests are seconds of a machine that others may use. What passes then is named in the output,
@@ -12,6 +14,7 @@ counts as passed, and is a "rerun" of the closing line; what fails twice has fai
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -21,9 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("parallel", "serial")
+PARTS = ("parallel", "timed")
 #: folders and files of the second part, below tests/
-SERIAL = (
+TIMED = (
     "backend/doors/test_real_server.py",
     "backend/nodes/test_two_supervisors.py",
     "backend/supervisor",
@@ -34,8 +37,16 @@ SERIAL = (
     "tools/bench/test_load.py",
     "tools/serve",
 )
+#: folder of the tests that load the machine themselves: one process takes all of them
+LOADED = "reliability"
+#: files whose tests share nothing that is slow to make: a process takes one test at a time
+SINGLE = (
+    "backend/supervisor/test_supervisor.py",
+    "integration/test_supervision.py",
+)
 AGAIN = 3  # more failures than that are no accident
 MAX_WORKERS = 8  # each has torch and transformers in memory: 1 GB
+LANES = 3  # processes of the timed part, of which one computes (LOADED) and the others mostly wait
 
 Closing = tuple[dict[str, int], float]  # counts and seconds of a closing line
 
@@ -45,9 +56,13 @@ _NOTHING = 5  # pytest's exit code where no test was selected
 
 
 def part_of(path: Path) -> str:
-    """Of a test file or a folder of tests."""
+    """Return the part of a test file or a folder of tests."""
     name = path.relative_to(ROOT / "tests").as_posix()
-    return "serial" if any(name == one or name.startswith(one + "/") for one in SERIAL) else "parallel"
+    return "timed" if any(name == one or name.startswith(one + "/") for one in TIMED) else "parallel"
+
+
+def is_single(path: Path) -> bool:
+    return path.is_relative_to(ROOT / "tests") and path.relative_to(ROOT / "tests").as_posix() in SINGLE
 
 
 def counts_of(line: str) -> Closing | None:
@@ -85,12 +100,30 @@ def exit_code(codes: Sequence[int]) -> int:
     return failures[0] if failures else 0 if 0 in codes else _NOTHING
 
 
-def command(part: str, given: Sequence[str], cache: str, again: bool = False) -> list[str]:
-    """pytest's; cache: a directory where it notes what failed. again: only that, in one process."""
-    words = [sys.executable, "-m", "pytest", "--part", part, "-m", "not gpu", "-o", f"cache_dir={cache}"]
-    if part == "parallel":
-        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
-        words += ["-n", os.environ.get("WORKERS") or str(workers), "--no-loadscope-reorder"]
+@functools.cache
+def group_of(file: str) -> str:
+    """Name the group of a file, below the root: one process runs all tests of a group."""
+    if file.startswith(f"tests/{LOADED}/"):
+        return LOADED
+    return "desk" if "desk: Desk" in (ROOT / file).read_text(encoding="utf-8") else file
+
+
+def processes(part: str) -> int:
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MAX_WORKERS) if part == "parallel" else min(LANES, 2 * cores - 1)
+
+
+def command(
+    part: str, given: Sequence[str], cache: str, again: bool = False, nightly: bool = False
+) -> list[str]:
+    """Return pytest's command line.
+
+    cache: a directory where pytest notes what failed. again: only that, in one process. nightly: only what
+    `make test` leaves out.
+    """
+    words = [sys.executable, "-m", "pytest", "--part", part, "--nightly", "only" if nightly else "leave"]
+    words += ["-m", "not gpu", "-o", f"cache_dir={cache}"]
+    words += ["-n", os.environ.get("WORKERS") or str(processes(part)), "--no-loadscope-reorder"]
     if sys.stdout.isatty():
         words.append("--color=yes")
     return [*words, *given, *(["-n", "0", "--last-failed", "-v"] if again else [])]
@@ -126,14 +159,14 @@ def after_second_run(first: Closing, second: Closing) -> Closing:
     return counts, first[1] + second[1]
 
 
-def run_part(part: str, given: Sequence[str]) -> tuple[int, Closing]:
+def run_part(part: str, given: Sequence[str], nightly: bool = False) -> tuple[int, Closing]:
     with tempfile.TemporaryDirectory(prefix="tests-") as cache:
-        code, closing = run(command(part, given, cache), part)
+        code, closing = run(command(part, given, cache, nightly=nightly), part)
         failed = closing[0].get("failed", 0)
         if code != 1 or not 0 < failed <= AGAIN or closing[0].get("errors"):
             return code, closing
         print(f"\n{failed} failed: run again, alone", flush=True)
-        code, second = run(command(part, given, cache, again=True), part)
+        code, second = run(command(part, given, cache, True, nightly), part)
         if second[0].get("passed", 0) > failed:  # not what failed: believe the first run
             return 1, closing
         print(f"{second[0].get('passed', 0)} of {failed} failed once and passed alone", flush=True)
@@ -143,10 +176,11 @@ def run_part(part: str, given: Sequence[str]) -> tuple[int, Closing]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("--part", choices=PARTS, help="only this one")
+    parser.add_argument("--nightly", action="store_true", help="only what `make test` leaves out")
     chosen, given = parser.parse_known_args(arguments)
     codes, sums = [], []
     for part in [chosen.part] if chosen.part else PARTS:
-        code, closing = run_part(part, given)
+        code, closing = run_part(part, given, chosen.nightly)
         codes.append(code)
         sums.append(closing)
         if code == 2:  # interrupted

@@ -42,7 +42,8 @@ RUN = (
 )
 #: why a command is not run here
 LISTED = {
-    r"make (demo|test|test-gpu|clients|soak|fuzz|kernels|bench|install)\b": "installs, or takes minutes",
+    r"make (demo|test|nightly|test-gpu|clients|soak|fuzz|kernels|bench|install)\b":
+        "installs, or takes minutes",
     OURS + "serve ": "the server of this test runs so, on free ports",
     r"(mpirun|srun) ": "needs several nodes: tests/integration/test_nodes.py runs mpirun on one",
     r"tridecode tritonserver ": "serves on fixed ports",

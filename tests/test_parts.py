@@ -13,13 +13,13 @@ from tests import parts
 ROOT = parts.ROOT
 
 
-def test_every_name_of_the_serial_part_is_a_file_or_folder_of_tests():
+def test_every_name_of_the_timed_part_is_a_file_or_folder_of_tests():
     files = list((ROOT / "tests").rglob("test_*.py"))
-    for name in parts.SERIAL:
+    for name in parts.TIMED:
         assert [
             path
             for path in files
-            if parts.part_of(path) == "serial" and path.is_relative_to(ROOT / "tests" / name)
+            if parts.part_of(path) == "timed" and path.is_relative_to(ROOT / "tests" / name)
         ]
     assert parts.part_of(ROOT / "tests" / "reliability_of_another_name.py") == "parallel"
 
@@ -35,8 +35,8 @@ def test_the_parts_have_all_tests_and_none_twice():
             cwd=ROOT, capture_output=True, text=True, timeout=120,
         ).stdout  # fmt: skip
         found[part] = {line for line in listed.splitlines() if "::" in line}
-    assert found["parallel"] and found["serial"] and not found["parallel"] & found["serial"]
-    assert found["parallel"] | found["serial"] == found[None]
+    assert found["parallel"] and found["timed"] and not found["parallel"] & found["timed"]
+    assert found["parallel"] | found["timed"] == found[None]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,10 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
     names = [f"{tmp_path}/test_tries.py::test_of[{tries}]" for tries in chosen]
     words = parts.command
 
-    def of_these_tests(part, given, cache, again=False):
+    def of_these_tests(part, given, cache, again=False, nightly=False):
         kept = words(part, given, cache, again)
-        kept = [word for word in kept if word not in ("--part", part, "--no-loadscope-reorder")]
+        ours = ("--part", part, "--nightly", "leave", "--no-loadscope-reorder")
+        kept = [word for word in kept if word not in ours]
         return [*kept, "-c", str(tmp_path / "pytest.ini"), "--rootdir", str(tmp_path), "-n", "0"]
 
     monkeypatch.setattr(parts, "command", of_these_tests)

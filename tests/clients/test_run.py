@@ -10,7 +10,7 @@ from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tests.clients import run
 from tests.clients.programs import HTTP, Program
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.nightly]
 
 REFUSED = Program("vLLM", "its request", recorded=(("vLLM backend client.py", "vllm_model"),))
 ENSEMBLE = (("TensorRT-LLM end_to_end_grpc_client.py --streaming", "ensemble"),)

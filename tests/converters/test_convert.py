@@ -273,6 +273,7 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path, shape):
 # ---------------------------------------------------------------- the head
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("stored", ["equal", "different", "head only", "embedding only"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -245,7 +245,7 @@ def test_killed_supervisors_of_the_other_node_are_named_and_the_engines_come_bac
         assert node.process.poll() is None
 
 
-@pytest.mark.parametrize("name", ["openmpi", "mpich", "srun"])
+@pytest.mark.parametrize("name", ["openmpi", pytest.param("mpich", marks=pytest.mark.nightly), "srun"])
 def test_a_launcher_starts_one_engine_over_its_servers(name, repository, model):
     """Two servers on this machine, as `mpirun -n 2 tritonserver` on two; address and secret go by MPI."""
     if name == "srun" and (reason := slurm.missing()):

@@ -492,6 +492,7 @@ def post(service: Service, model: str, body: bytes, timeout_s: float = 10.0) -> 
         connection.close()
 
 
+@pytest.mark.nightly  # shows what Triton does, not what we do
 def test_requests_of_a_dead_door_never_end_in_triton_unless_it_is_started_again(repository):
     """The smallest case: one stream, its stub killed. `leave` shows what Triton does by itself."""
     service = repository(options=["--orphans", "leave"])
@@ -544,7 +545,9 @@ def ask_health(service: Service) -> str:
     return post(service, "tridecode_health", b'{"inputs": []}')
 
 
-@pytest.mark.parametrize("door", ["fastertransformer", "tridecode_health", "echo"])
+@pytest.mark.parametrize(
+    "door", ["fastertransformer", pytest.param("tridecode_health", marks=pytest.mark.nightly), "echo"]
+)
 def test_a_request_at_a_dying_door_ends_no_stream(repository, door):
     """Triton answers it ("Stub process … is not healthy") and keeps the door's memory: nothing is open."""
     root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
@@ -603,7 +606,9 @@ def test_a_packet_that_kills_its_door_ends_no_stream(repository):
     assert service.triton == triton and not other.done.is_set()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)], ids=int
+)
 def test_streams_of_a_dead_door_end_although_somebody_has_unlinked_its_memory(repository, how):
     service = repository()
     streams = [service.streaming() for _ in range(8)]

@@ -1,4 +1,7 @@
-"""Every numeric test runs on Reference on the CPU and, with a GPU and the built library, on Cuda."""
+"""Every numeric test runs on Reference on the CPU and, with a GPU and the built library, on Cuda.
+
+Grids of shapes are made for the kernels: Reference, which has neither tiles nor splits, runs a part of them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,12 @@ def _cuda_ops() -> Ops:
     return _cuda[0]
 
 
-@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("reference", marks=pytest.mark.pairwise),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def place(request: pytest.FixtureRequest) -> Place:
     generator = torch.Generator().manual_seed(len(request.node.name))
     if request.param == "reference":

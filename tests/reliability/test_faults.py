@@ -1,4 +1,8 @@
-"""A short part of the schedule in faults.py: kills, stops, deletions and a full disk under 80 streams."""
+"""A short part of the schedule in faults.py: kills, stops, deletions and a full disk under 80 streams.
+
+`make nightly` runs the faults of NIGHTLY, which tests/integration/test_supervision.py and
+tests/backend/supervisor cause one at a time, without that load.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,9 @@ SHORT = [
     "freeze:supervisor",
     "kill:door:fastertransformer_streaming",
     "delete:engine-socket+kill:door",
-    "pause:all:12",
     "kill:tritonserver",
-    "fill:disk+kill:rank0",
-    "ask:dying:tridecode_health",
-    "kill:serve+guard",
 ]
+NIGHTLY = ["pause:all:12", "fill:disk+kill:rank0", "ask:dying:tridecode_health", "kill:serve+guard"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,9 @@ def strikes(repository: Path) -> Iterator[Range]:
     assert not left, "left behind after the stop"
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_after_a_fault_requests_end_health_is_true_to_life_and_service_returns(
     strikes: Range, name: str
 ) -> None:

@@ -36,12 +36,13 @@ def clients(service: Service) -> Iterator[Clients]:
 
 
 def test_no_request_harms_another_or_the_server(service: Service, clients: Clients) -> None:
-    result = fuzz.Fuzzer(service, clients, SEED).run(count=4000, seconds=35.0)
+    result = fuzz.Fuzzer(service, clients, SEED).run(count=4000, seconds=18.0)
     print(result.table())
     assert result.sent > 400 and result.controls > 20
     assert not result.complaints()
 
 
+@pytest.mark.nightly
 def test_memory_is_flat_at_a_steady_mix(service: Service) -> None:
     result = load.leaks(service, SEED, warm_s=12.0, seconds=20.0, windows=4)
     print(result.table())

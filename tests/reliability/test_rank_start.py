@@ -39,6 +39,7 @@ def service(model) -> Iterator[RankService]:
     held.close()
 
 
+@pytest.mark.nightly  # four ranks; below, two of them run into the same limit
 def test_a_rank_that_sleeps_while_it_loads_is_named_with_those_that_wait_for_it(service: RankService) -> None:
     service.start("2:loading:hang")
     _, state = service.wait("down", "failed", timeout_s=2 * START_S)

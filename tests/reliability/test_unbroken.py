@@ -15,7 +15,7 @@ from tests.reliability.traffic import Ask, Clients, text_ask, token_ask
 from tests.reliability.wire import Outcome
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.nightly]
 
 STREAMS = 64
 TOKENS = 400

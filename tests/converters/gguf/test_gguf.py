@@ -319,6 +319,7 @@ def test_smollm2s_config(smollm2):
     assert (config.start_id, config.end_id, config.tied_head) == (1, 2, True)
 
 
+@pytest.mark.nightly  # test_gguf_families.py compares tiny models of every family
 @pytest.mark.slow
 def test_smollm2_converted_says_what_transformers_says(smollm2, smollm2_tokenizer, tmp_path):
     planned = plan_conversion(smollm2, "fp32")

@@ -81,6 +81,7 @@ def rounded(smollm2: SmolLM2) -> dict[str, float]:
     return {grid.format: smollm2.rounded(grid) for grid in GRIDS}
 
 
+@pytest.mark.nightly  # a minute each; the methods are compared on tiny models too
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq", "int4-awq-gptq"])
 def test_calibrated_smollm2_is_nearer_than_a_rounded_one(
@@ -89,6 +90,7 @@ def test_calibrated_smollm2_is_nearer_than_a_rounded_one(
     assert smollm2.calibrated(method_of(name)) < 0.9 * rounded[name.partition("-")[0]]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_gptq_of_clipped_groups_is_nearer_than_of_whole_ones(smollm2: SmolLM2) -> None:
     def whole(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
