@@ -108,7 +108,10 @@ class DecodeLoop:
                 self.scheduler.cancel_door(door)
 
     def _run_background(self, live: bool) -> None:
-        """Run a slice of each feature between steps whose turn it is. live: requests can step, and wait."""
+        """Run a slice of each background feature that is due.
+
+        live: requests are waiting for the next step.
+        """
         for work in self.background:
             if work.may_run(live):
                 self.status.busy_since = self.status.busy_since or time.monotonic()

@@ -193,8 +193,8 @@ class OfflineEngine:
     ) -> int:
         """Submit a request and return its number, an index of `generations`.
 
-        lora_name: name of its adapter. learned: the table of its virtual tokens. session: the session of
-        which it is a round.
+        lora_name: name of its adapter. learned: the table of its virtual tokens. session: set if it is a
+        round of a session.
         """
         number = len(self.generations)
         self.generations.append(Generation())
