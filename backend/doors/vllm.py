@@ -25,13 +25,13 @@ from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.text import TensorAnswer, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import Limits, SamplingParams, TopLogProbs
-from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, check
+from tridecode.backend.wire.sampling_params import check
 
-_LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
 _NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server
 _NAMES = FieldNames(stop_words="stop")
 _random = random.SystemRandom()
@@ -122,16 +122,7 @@ class TritonPythonModel(TextModel):
             raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
         request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
         model = [] if keys.get("ignore_eos") else self.texts.end_ids(limits)
-        ids = list(dict.fromkeys([*model, *mine]))
-        ends, others = ids[:MAX_END_IDS], ids[MAX_END_IDS:]
-        if others and keys.get("min_tokens", 0) > 0:
-            found = f"stop_token_ids and the model's end tokens are {len(ids)} ids and min_tokens is set"
-            raise UnsupportedError(f"{found}; this version holds {MAX_END_IDS} back: wanted as many at most")
-        return {
-            "end_id": ends[0] if ends else -1,
-            "more_end_ids": ends[1:],
-            "stop_words": [[token] for token in others],
-        }
+        return sampling_rules.all_ends([*model, *mine], keys.get("min_tokens", 0))
 
     def _bad_words(self, keys: dict[str, Any], received: Received, limits: Limits) -> list[list[int]]:
         words = tuple(dict.fromkeys(text for text in keys.get("bad_words", ()) if text))
@@ -148,28 +139,16 @@ class TritonPythonModel(TextModel):
 
 def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """Return the parameters of the distribution by our names; vLLM's defaults draw from all tokens."""
-    temperature = keys.get("temperature", 1.0)
-    greedy = temperature < GREEDY_BELOW
-    if not greedy:
-        temperature = max(temperature, _LOWEST_TEMPERATURE)
-    top_k = keys.get("top_k", -1)
-    repetition = keys.get("repetition_penalty", 1.0)
-    presence, frequency = keys.get("presence_penalty", 0.0), keys.get("frequency_penalty", 0.0)
-    if repetition != 1.0 and (presence or frequency):
-        found = f"repetition_penalty is {repetition:g} with a presence_penalty or frequency_penalty"
-        raise UnsupportedError(f"{found}, which this version does not implement together; wanted one kind")
-    # vLLM subtracts before it divides by the temperature, the engine after
-    divisor = 1.0 if greedy else temperature
-    return {
-        "temperature": 1.0 if greedy else temperature,
-        "top_k": 1 if greedy else min(max(top_k, 0), limits.vocab_size),
-        "top_p": 1.0 if greedy else keys.get("top_p", 1.0),
-        "min_p": 0.0 if greedy else keys.get("min_p", 0.0),
-        "repetition_penalty": repetition,
-        "presence_penalty": presence / divisor,
-        "frequency_penalty": frequency / divisor,
-        "count_prompt": not (presence or frequency),
-    }
+    return sampling_rules.drawn(
+        limits,
+        temperature=keys.get("temperature", 1.0),
+        top_k=keys.get("top_k", -1),
+        top_p=keys.get("top_p", 1.0),
+        min_p=keys.get("min_p", 0.0),
+        repetition_penalty=keys.get("repetition_penalty", 1.0),
+        presence_penalty=keys.get("presence_penalty", 0.0),
+        frequency_penalty=keys.get("frequency_penalty", 0.0),
+    )
 
 
 def _top_log_probs(keys: dict[str, Any], received: Received) -> int:

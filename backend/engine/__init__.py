@@ -1,1 +1,1 @@
-"""The rank processes: scheduler, loop, engine."""
+"""Code of the rank processes: scheduler, loop, engine."""

@@ -66,7 +66,7 @@ class EngineLink:
         those of the model's instance_group.
         """
         pid = os.getpid()
-        hello = m.Hello(f"{door}:{pid}", pid, owner.pid, owner.shared_memory)
+        hello = m.Hello(f"{door}:{pid}", pid, owner.pid, owner.shared_memory, guest=owner.guest)
         self._hold_s = hold_s
         self._ids = itertools.count(1)
         self._calls: deque[tuple[Callable[..., None], tuple]] = deque()

@@ -49,13 +49,15 @@ class EngineService:
         resume_within_s: float = 60.0,
         max_preparing_requests: int = 1024,
         max_preparing_bytes: int = 67_108_864,
+        number: int = 0,
     ) -> EngineService:
         """Return a service with its own link and preparation threads, which `close` ends.
 
         engine_dir: the model folder whose config.pbtxt is the engine's. name: of the front end, for logs.
-        The engine starts in the background: see EngineLink.wait_ready.
+        number: of the engine in the model's instance_group. The engine starts in the background: see
+        EngineLink.wait_ready.
         """
-        link = EngineLink(engine_dir, name, owner, hold_s).start()
+        link = EngineLink(engine_dir, name, owner, hold_s, number=number).start()
         return cls(link, Preparation(max_preparing_requests, max_preparing_bytes).start(), resume_within_s)
 
     def close(self) -> None:

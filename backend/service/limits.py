@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tridecode.backend.base.errors import RequestError
+from tridecode.backend.base.errors import ContextLengthError, RequestError
 from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.sampling_params import SamplingParams
 
@@ -136,7 +136,7 @@ def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, out
     if prompt + output > limits.max_sequence_tokens:
         found = f"{prompt_name} has {prompt:,} tokens and {output_name} asks for {output:,} more"
         wanted = f"{limits.max_sequence_tokens:,} in all (max_sequence_tokens in config.pbtxt)"
-        raise RequestError(f"{found}; this model accepts {wanted}")
+        raise ContextLengthError(f"{found}; this model accepts {wanted}")
 
 
 def cut_to_room(

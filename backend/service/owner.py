@@ -11,11 +11,13 @@ class Owner:
     """The engine's supervisor ends the engine when this process ends.
 
     pid: that of a server, or of the front end itself. shared_memory: name of a shared memory region that the
-    supervisor unlinks if the process is killed; "": none.
+    supervisor unlinks if the process is killed; "": none. guest: the engine does not stay for this front end
+    alone.
     """
 
     pid: int
     shared_memory: str = ""
+    guest: bool = False
 
     @classmethod
     def this_process(cls) -> Owner:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tridecode.backend.base.errors import ConfigError, RequestError
+from tridecode.backend.base.errors import ConfigError, RequestError, UnsupportedError
 from tridecode.backend.wire.messages import Limits
-from tridecode.backend.wire.sampling_params import MAX_END_IDS, SamplingParams, check
+from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, SamplingParams, check
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
 
 
 def sampling_params(
@@ -91,3 +93,52 @@ def chosen_ends(end_id: int, ends: Sequence[int], limits: Limits) -> dict[str, A
     if end_id in ends:
         return {"end_id": end_id, "more_end_ids": [token for token in ends if token != end_id]}
     return {"end_id": end_id if 0 <= end_id < limits.vocab_size else -1}
+
+
+def drawn(
+    limits: Limits,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+) -> dict[str, Any]:
+    """The parameters that shape the distribution, from those of OpenAI and vLLM, which draw from all tokens
+    by default. top_k: -1 or 0: from all. Raises UnsupportedError for penalties that do not go together."""
+    greedy = temperature < GREEDY_BELOW
+    if not greedy:
+        temperature = max(temperature, _LOWEST_TEMPERATURE)
+    counted = presence_penalty or frequency_penalty
+    if repetition_penalty != 1.0 and counted:
+        found = f"repetition_penalty is {repetition_penalty:g} with a presence_penalty or frequency_penalty"
+        raise UnsupportedError(f"{found}, which this version does not implement together; wanted one kind")
+    # vLLM subtracts before it divides by the temperature, the engine after
+    divisor = 1.0 if greedy else temperature
+    return {
+        "temperature": 1.0 if greedy else temperature,
+        "top_k": 1 if greedy else min(max(top_k, 0), limits.vocab_size),
+        "top_p": 1.0 if greedy else top_p,
+        "min_p": 0.0 if greedy else min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty / divisor,
+        "frequency_penalty": frequency_penalty / divisor,
+        "count_prompt": not counted,
+    }
+
+
+def all_ends(tokens: Iterable[int], min_tokens: int) -> dict[str, Any]:
+    """The parameters of a request that any of these tokens ends, but none before min_tokens. Raises
+    UnsupportedError where they are too many for that."""
+    ids = list(dict.fromkeys(tokens))
+    ends, others = ids[:MAX_END_IDS], ids[MAX_END_IDS:]
+    if others and min_tokens > 0:
+        found = f"stop_token_ids and the model's end tokens are {len(ids)} ids and min_tokens is set"
+        raise UnsupportedError(f"{found}; this version holds {MAX_END_IDS} back: wanted as many at most")
+    return {
+        "end_id": ends[0] if ends else -1,
+        "more_end_ids": ends[1:],
+        "stop_words": [[token] for token in others],
+    }

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable
 
 import msgspec
@@ -51,13 +52,15 @@ class TextService:
         stop_ids: Sequence[int] = (),
         max_prompt_bytes: int | None = None,
         max_request_bytes: int | None = None,
+        chat_template: Path | None = None,
     ):
-        """stop_ids: ids that end a text in addition to the model's. max_prompt_bytes,
-        max_request_bytes: limits of `submit`; None: see text_limits.
+        """stop_ids: ids that end a text in addition to the model's. max_prompt_bytes, max_request_bytes:
+        limits of `submit`; None: see text_limits. chat_template: a file, in place of the tokenizer folder's.
         """
         self.engine, self.tokenizer = engine, tokenizer
         self._stop_ids = tuple(stop_ids)
         self._max_prompt_bytes, self._max_request_bytes = max_prompt_bytes, max_request_bytes
+        self._chat_file = chat_template
         self._chat: ChatTemplate | None = None
 
     def end_ids(self, limits: Limits) -> list[int]:
@@ -130,6 +133,12 @@ class TextService:
         self.engine.preparation.put(size, begin)
         return stream
 
+    def chat_template(self) -> ChatTemplate | None:
+        """None for a model without one. Raises CheckpointError if it cannot be read."""
+        if self._chat is None:
+            self._chat = ChatTemplate.find(self.tokenizer.folder, self._chat_file)
+        return self._chat
+
     def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
         """Return the prompt of a chat, for a TextRequest without add_special_tokens. values: see
         ChatTemplate.
@@ -137,12 +146,11 @@ class TextService:
         Takes up to RenderLimits.seconds. Raises RequestError for a model without a chat template and for
         messages that its template refuses, CheckpointError if the template cannot be read.
         """
-        if self._chat is None:
-            self._chat = ChatTemplate.find(self.tokenizer.folder)
-        if self._chat is None:
+        template = self.chat_template()
+        if template is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages")
         try:
-            return self._chat.render(messages, **values)
+            return template.render(messages, **values)
         except TemplateFault as fault:
             raise RequestError(f"the model's chat template does not accept the messages: {fault}") from None
 

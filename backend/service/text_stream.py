@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections import deque
 from typing import Callable
 
-from tridecode.backend.base.errors import BY_CODE, RequestCancelled, TridecodeError
+from tridecode.backend.base.errors import (
+    BY_CODE,
+    CapacityError,
+    DeadlineError,
+    EngineDownError,
+    RequestCancelled,
+    TridecodeError,
+)
 from tridecode.backend.service.client_request import FAILURES, ClientRequest
 from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.wire.messages import Event
+
+#: bytes in memory of an event, of each of its tokens, and of each alternative of a token
+_EVENT_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 32, 72
+#: 12,000 steps of one sequence without log probabilities
+MAX_UNREAD_BYTES = 4 << 20
 
 
 class TextStream(ClientRequest):
@@ -18,12 +30,20 @@ class TextStream(ClientRequest):
     The sink is called with the stream when there is something to take, mostly on another thread, and not
     again before the next `take`; `take` itself may call it. It must not block. `take` decodes, so call it on
     a thread or in the event loop of the front end, from one thread at a time. Once it has raised, or
-    `finished` is true, the request has ended.
+    `finished` is true, the request has ended. A reader that lets more than max_unread_bytes of
+    events pile up loses the request: `take` raises CapacityError.
     """
 
-    def __init__(self, link: EngineLink, sink: Callable[[TextStream], None], label: str = ""):
+    def __init__(
+        self,
+        link: EngineLink,
+        sink: Callable[[TextStream], None],
+        label: str = "",
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ):
         super().__init__(link, label)
         self._sink = sink
+        self._unread_bytes, self._max_unread_bytes = 0, max_unread_bytes
         self._events: deque[tuple[int, Event]] = deque()
         self._answer: Answer | None = None
         self._failure: TridecodeError | None = None
@@ -43,8 +63,14 @@ class TextStream(ClientRequest):
         self._answer = answer
 
     def put_row(self, row: int, event: Event) -> None:
+        if self._failure is not None:
+            return
         self._events.append((row, event))
-        self._wake()
+        self._unread_bytes += _size(event)
+        if self._unread_bytes > self._max_unread_bytes:
+            self.fail(CapacityError("the client does not read its answer, which was cancelled"))
+        else:
+            self._wake()
 
     def fail(self, error: TridecodeError) -> None:
         """End the request with this error, unless it has ended. Any thread."""
@@ -63,20 +89,36 @@ class TextStream(ClientRequest):
         Raises the TridecodeError that ended the request.
         """
         self._woken = False  # before the events are read: later ones wake the sink again
+        self._unread_bytes = 0
         if self._failure is not None:
             raise self._failure
         events: list[tuple[int, Event]] = []
         while self._events and self._failure is None:
             row, event = self._events.popleft()
             if event.finish in FAILURES:
-                code, text = FAILURES[event.finish]
-                error = BY_CODE[event.code if event.code in BY_CODE else code]
-                self.fail(error(event.error or text))  # the next call raises it
+                self.fail(self._error_of(event))  # the next call raises it
             else:
                 events.append((row, event))
         return self._answer.pieces(events) if self._answer is not None and events else []
+
+    def _error_of(self, event: Event) -> TridecodeError:
+        code, text = FAILURES[event.finish]
+        error = BY_CODE[event.code if event.code in BY_CODE else code]
+        if event.finish == "deadline":
+            error = DeadlineError
+        elif error is CapacityError and self._link.state().phase != "ready":
+            error = EngineDownError
+        return error(event.error or text)
 
     def _wake(self) -> None:
         if not self._woken:
             self._woken = True
             self._sink(self)
+
+
+def _size(event: Event) -> int:
+    """Bytes of an event in memory, except for logits, which have a limit of their own."""
+    size = _EVENT_BYTES + _TOKEN_BYTES * len(event.tokens)
+    for top in event.top_log_probs:
+        size += _ALTERNATIVE_BYTES * len(top.ids)
+    return size

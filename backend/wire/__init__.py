@@ -1,1 +1,1 @@
-"""Messages and values that are sent between processes, and their limits."""
+"""Values that cross processes, and their limits."""

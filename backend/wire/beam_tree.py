@@ -1,6 +1,4 @@
-"""Rebuilds the beams of a request from the steps in its events, which carry parents and tokens instead of
-texts.
-"""
+"""The beams of a request from the steps in its events, which carry parents and tokens instead of texts."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from tridecode.backend.wire.messages import BeamStep
 
 @dataclass(frozen=True)
 class BeamText:
-    """tokens: generated so far. log_probs: natural logarithms, one for each. Immutable."""
+    """tokens: generated so far. log_probs: natural logarithms, one for each. A value: it does not change."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -25,7 +23,7 @@ class BeamTree:
         self.beams = [BeamText([], [])]
 
     def take(self, step: BeamStep) -> list[BeamText]:
-        """Return the beams after a step; see BeamStep."""
+        """The beams after a step (BeamStep says what it has)."""
         before = self.beams
         self.beams = [
             before[parent] if token < 0 else _longer(before[parent], token, log_prob)

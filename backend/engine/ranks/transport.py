@@ -1,6 +1,4 @@
-"""Transfers tensors between ranks: by the device's own backend, or through host memory if ranks share a
-GPU.
-"""
+"""Tensors between ranks: by the device's own backend, or through host memory where ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 
 class Transport(Protocol):
-    """Exchanges contiguous device tensors, in stream order; every rank of a group must call.
+    """Exchanges of contiguous tensors of the device, in the order of its stream; every rank of a group calls.
 
     captures: whether a CUDA graph may hold these calls.
     """
@@ -24,22 +22,22 @@ class Transport(Protocol):
         ...
 
     def gather(self, parts: list[Tensor], x: Tensor) -> None:
-        """Gather x of each tensor rank into parts, in rank order; parts have x's shape and dtype."""
+        """parts: x of each rank of the tensor group, in rank order; of x's shape and dtype."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Broadcast x of rank `source` to all ranks."""
+        """x of rank `source` to all ranks."""
         ...
 
     def send(self, x: Tensor, rank: int) -> None:
-        """Send x, which may be overwritten by later work on the stream."""
+        """x may be overwritten by what the stream does after the call."""
         ...
 
     def receive(self, x: Tensor, rank: int) -> None: ...
 
 
 class Direct:
-    """NCCL for GPUs, gloo for CPUs. Except on CPUs, calls return while the device works."""
+    """NCCL for GPUs, gloo for CPUs. Every call but a CPU's returns while the device works."""
 
     captures = True
 
@@ -100,12 +98,12 @@ class Staged:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Return a copy in pinned memory (plain memory for a CPU tensor), complete at the return."""
+    """A copy in pinned memory (of a CPU's tensor in plain memory), complete at the return."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
 
 
 def _bytes(host: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes: gloo does not support every dtype."""
+    """The memory of a contiguous tensor: gloo has not every dtype."""
     return host.view(-1).view(torch.uint8)
 
 
@@ -115,5 +113,5 @@ def shares_a_gpu(device: torch.device, names: list[str]) -> bool:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return a name that is unique among the GPUs of all hosts; "" for a CPU."""
+    """Tells GPUs of all hosts apart; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

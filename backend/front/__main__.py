@@ -1,0 +1,106 @@
+"""The first process of the front; the supervisor runs it as `python -m tridecode.backend.front`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridecode.backend.base import log_format
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.front.access import Keys, digest_of
+from tridecode.backend.front.counts import shared_counts
+from tridecode.backend.front.master import Master, open_port
+from tridecode.backend.front.repository import ENGINE_MODEL, find_engine_dir, find_server, read_repository
+from tridecode.backend.front.settings import LOOPBACK, FrontSettings
+from tridecode.backend.supervisor import processes
+
+MAX_WORKERS = 64
+_log = logging.getLogger("tridecode.front")
+
+
+@dataclass(frozen=True)
+class FrontArguments:
+    """The options of the front, with the names that `tridecode front` gives them.
+
+    owner: "PID:START" of the server whose life the engine shares; "": that of a running server of this
+    repository, else this process.
+    """
+
+    repository: Path
+    host: str = LOOPBACK
+    port: int = 9000
+    workers: int = 1
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str = ""
+    cors: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    api_key_file: str = ""
+    engine_model: str = ENGINE_MODEL
+    owner: str = ""
+
+
+def read_settings(arguments: FrontArguments) -> FrontSettings:
+    """Raises ConfigError and other TridecodeErrors for what the workers would stumble over."""
+    if not 1 <= arguments.workers <= MAX_WORKERS:
+        raise ConfigError(f"--workers is {arguments.workers}; wanted 1 to {MAX_WORKERS}")
+    if arguments.chat_template and not Path(arguments.chat_template).is_file():
+        raise ConfigError(f"--chat-template is {arguments.chat_template}; there is no such file")
+    engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
+    values = read_repository(engine_dir)
+    owner, guest = arguments.owner, bool(arguments.owner)
+    if not owner:
+        server = find_server(engine_dir) or processes.identify(os.getpid())
+        assert server is not None
+        owner, guest = f"{server.pid}:{server.start}", server.pid != os.getpid()
+    os.environ["TRIDECODE_OWNER"] = owner
+    digests = tuple(map(digest_of, arguments.api_key))
+    Keys(digests, arguments.api_key_file)
+    return FrontSettings(
+        host=arguments.host,
+        port=arguments.port,
+        workers=arguments.workers,
+        names=arguments.served_model_name,
+        chat_template=os.path.abspath(arguments.chat_template) if arguments.chat_template else "",
+        cors=arguments.cors,
+        key_digests=digests,
+        key_file=arguments.api_key_file,
+        owner=owner,
+        guest=guest,
+        **values,
+    )
+
+
+def run(arguments: FrontArguments) -> int:
+    """Serve until a signal, or until the server is gone. Returns the exit code."""
+    log_format.configure("openai")
+    settings = read_settings(arguments)
+    listening = open_port(settings.host, settings.port)
+    host, port = listening.getsockname()[:2]
+    _log.info("the OpenAI service listens on %s port %d, with %d worker(s)", host, port, settings.workers)
+    return Master(settings, listening, shared_counts(settings.workers)).run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tridecode.backend.front", description=__doc__)
+    parser.add_argument("repository", type=Path)
+    for name in ("host", "chat-template", "api-key-file", "engine-model", "owner"):
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    for name in ("port", "workers"):
+        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+    for name in ("served-model-name", "cors", "api-key"):
+        parser.add_argument(f"--{name}", action="append", default=argparse.SUPPRESS)
+    given = vars(parser.parse_args())
+    arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    try:
+        return run(FrontArguments(**arguments))  # type: ignore[arg-type]
+    except TridecodeError as error:
+        _log.error("%s", error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

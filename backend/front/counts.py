@@ -1,0 +1,153 @@
+"""The counters of all workers, in memory that they share, and the page of metrics that is made of them.
+
+Each worker writes to a slot of its own, so no lock is needed; a worker that is started again goes on with the
+values of the one before it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from tridecode.backend.doors.monitoring.metric_table import (
+    BEAT_METRICS,
+    DOOR_METRICS,
+    ENGINE_METRICS,
+    READY,
+    REPEATED,
+    Metric,
+)
+from tridecode.backend.front.calls import Call
+from tridecode.backend.wire.messages import EngineBeat
+
+OUTCOMES = ("ok", "invalid_arg", "unsupported", "unavailable", "cancelled", "not_found", "internal")
+_MODEL = "openai"
+_ROWS = {row.name: row for row in DOOR_METRICS}
+_REQUESTS = _ROWS["tridecode_requests_total"]
+_PROMPT = _ROWS["tridecode_prompt_tokens_total"]
+_OUTPUT = _ROWS["tridecode_output_tokens_total"]
+_HISTOGRAMS = tuple(
+    _ROWS[f"tridecode_{name}_seconds"] for name in ("time_to_first_token", "time_per_output_token", "request")
+)
+_CHUNKS = Metric("tridecode_front_chunks_total", "counter", "Chunks of streamed answers", ())
+_CONNECTIONS = Metric("tridecode_front_connections", "gauge", "Open connections of clients", ())
+
+
+def _layout() -> dict[tuple[str, str], int]:
+    """(metric, label) -> its place in a slot."""
+    names = [(_REQUESTS.name, outcome) for outcome in OUTCOMES]
+    names += [(row.name, "") for row in (_PROMPT, _OUTPUT, _CHUNKS, _CONNECTIONS)]
+    for row in _HISTOGRAMS:
+        names += [(row.name, str(bound)) for bound in row.bounds] + [(row.name, "+Inf"), (row.name, "sum")]
+    return {name: place for place, name in enumerate(names)}
+
+
+_PLACES = _layout()
+_BYTES = 8 * len(_PLACES)
+
+
+def shared_counts(workers: int) -> int:
+    """A file descriptor of the memory for this many workers, which they inherit."""
+    fd = os.memfd_create("tridecode-front", 0)
+    os.ftruncate(fd, _BYTES * workers)
+    return fd
+
+
+class Counts:
+    """The slots of all workers; this one writes to slot `number`."""
+
+    def __init__(self, fd: int, number: int, workers: int):
+        memory = memoryview(mmap.mmap(fd, _BYTES * workers)).cast("d")
+        size = len(_PLACES)
+        self._slots = [memory[i * size : (i + 1) * size] for i in range(workers)]
+        self._mine = self._slots[number]
+        self.set(_CONNECTIONS, 0)
+
+    def add(self, row: Metric, value: float = 1.0, label: str = "") -> None:
+        self._mine[_PLACES[row.name, label]] += value
+
+    def set(self, row: Metric, value: float) -> None:
+        self._mine[_PLACES[row.name, ""]] = value
+
+    def connections(self, value: int) -> None:
+        self.set(_CONNECTIONS, value)
+
+    def count(self, call: Call) -> None:
+        """A request has ended."""
+        self.add(_REQUESTS, label=call.outcome if call.outcome in OUTCOMES else "internal")
+        self.add(_PROMPT, call.prompt_tokens)
+        self.add(_OUTPUT, call.output_tokens)
+        self.add(_CHUNKS, call.chunks)
+        first, each, whole = _HISTOGRAMS
+        self._observe(first, call.first_token_s)
+        self._observe(each, call.per_token_s)
+        self._observe(whole, call.total_s if call.outcome == "ok" else None)
+
+    def _observe(self, row: Metric, seconds: float | None) -> None:
+        if seconds is not None:
+            bounds = row.bounds
+            place = bisect_left(bounds, seconds)
+            self.add(row, label=str(bounds[place]) if place < len(bounds) else "+Inf")
+            self.add(row, seconds, "sum")
+
+    def _sum(self, row: Metric, label: str = "") -> float:
+        place = _PLACES[row.name, label]
+        return sum(slot[place] for slot in self._slots)
+
+    # ------------------------------------------------------------ the page
+
+    def page(self, beats: Iterable[EngineBeat | None], ready: Iterable[bool]) -> str:
+        """Return all workers' counters and the engines' heartbeats, in Prometheus' text format."""
+        lines = list(self._counters())
+        for row in _HISTOGRAMS:
+            lines += self._histogram(row)
+        lines += _engine_lines(list(beats), list(ready))
+        return "\n".join(lines) + "\n"
+
+    def _counters(self) -> Iterator[str]:
+        yield from _head(_REQUESTS)
+        for outcome in OUTCOMES:
+            labels = f'{{model="{_MODEL}",outcome="{outcome}"}}'
+            yield f"{_REQUESTS.name}{labels} {_number(self._sum(_REQUESTS, outcome))}"
+        for row in (_PROMPT, _OUTPUT):
+            yield from _head(row)
+            yield f'{row.name}{{model="{_MODEL}"}} {_number(self._sum(row))}'
+        for row in (_CHUNKS, _CONNECTIONS):
+            yield from _head(row)
+            yield f"{row.name} {_number(self._sum(row))}"
+
+    def _histogram(self, row: Metric) -> Iterator[str]:
+        yield from _head(row)
+        total = 0.0
+        for bound in [*map(str, row.bounds), "+Inf"]:
+            total += self._sum(row, bound)
+            yield f'{row.name}_bucket{{model="{_MODEL}",le="{bound}"}} {_number(total)}'
+        yield f'{row.name}_sum{{model="{_MODEL}"}} {self._sum(row, "sum")!r}'
+        yield f'{row.name}_count{{model="{_MODEL}"}} {_number(total)}'
+
+
+def _head(row: Metric) -> tuple[str, str]:
+    kind = "histogram" if row.kind == "buckets" else row.kind
+    return f"# HELP {row.name} {row.help}", f"# TYPE {row.name} {kind}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _engine_lines(beats: list[EngineBeat | None], ready: list[bool]) -> Iterator[str]:
+    def samples(row: Metric, values: list[float | None]) -> Iterator[str]:
+        if any(value is not None for value in values):
+            yield from _head(row)
+        for number, value in enumerate(values):
+            if value is not None:
+                yield f'{row.name}{{engine="{number}"}} {_number(float(value))}'
+
+    yield from samples(READY, [float(one) for one in ready])
+    for name, row in BEAT_METRICS.items():
+        yield from samples(row, [None if beat is None else getattr(beat, name) for beat in beats])
+    for name, row in ENGINE_METRICS.items():
+        if name not in REPEATED and row.labels == ("engine",) and row.kind in ("counter", "gauge"):
+            yield from samples(row, [None if beat is None else beat.metrics.get(name) for beat in beats])

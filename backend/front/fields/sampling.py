@@ -1,0 +1,125 @@
+"""The fields that completions and chats have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tridecode.backend.wire.sampling_params import MAX_BEAMS
+
+INT32_MAX = 2**31 - 1
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Texts = Annotated[str | list[str], Meta(description="a text or a list of texts")]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """include_usage: a last chunk has the token counts; continuous_usage_stats: every chunk has them.
+    include_obfuscation: has no effect."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request for text: OpenAI's, then ours, which have vLLM's names where vLLM has them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    top_p: Share | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
+    stop: Texts | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX, description="-1 or 0: from all tokens")] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    add_special_tokens: bool | None = None
+    priority: (
+        Annotated[int, Meta(ge=-INT32_MAX - 1, le=INT32_MAX, description="smaller is sooner")] | None
+    ) = None
+    timeout_s: Annotated[float, Meta(gt=0.0, description="deadline, in seconds")] | None = None
+    request_id: str | None = None
+
+    # accepted without effect: see NO_EFFECT
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    spaces_between_special_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    # refused unless neutral: see REFUSED
+    logit_bias: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    prompt_logprobs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    response_format: Any = None
+    logits_processors: Any = None
+    allowed_token_ids: Any = None
+    logprob_token_ids: Any = None
+
+
+#: fields that are accepted and change nothing; the response header x-tridecode-no-effect names those sent
+NO_EFFECT = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "spaces_between_special_tokens", "return_tokens_as_token_ids",
+        "parallel_tool_calls", "verbosity", "reasoning_effort", "prediction",
+    }
+)  # fmt: skip
+
+#: field -> values, besides null, that mean that the feature is not wanted; any other is refused
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "logits_processors": ([],),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": (),
+}

@@ -1,0 +1,57 @@
+"""Log probabilities of the engine's steps in OpenAI's two styles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tridecode.backend.front.fields.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from tridecode.backend.front.fields.completions import CompletionLogprobs
+from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.wire.messages import TopLogProbs
+
+#: JSON has no infinity; as vLLM's OpenAI server
+_LOWEST = -9999.0
+
+Steps = Sequence[tuple[int, TopLogProbs]]
+
+
+def completion_logprobs(steps: Steps, count: int, texts: TokenTexts, offset: int) -> CompletionLogprobs:
+    """count: of the most likely tokens that are wanted. offset: characters of the text before the steps."""
+    found = CompletionLogprobs([], [], [] if count else None, [])
+    for token, top in steps:
+        text = texts[token]
+        found.tokens.append(text)
+        found.token_logprobs.append(max(top.log_prob, _LOWEST))
+        found.text_offset.append(offset)
+        offset += len(text)
+        if found.top_logprobs is not None:
+            alternatives = {texts[other]: log_prob for other, log_prob in _best(top, count)}
+            alternatives.setdefault(text, max(top.log_prob, _LOWEST))
+            found.top_logprobs.append(alternatives)
+    return found
+
+
+def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                texts[token],
+                max(top.log_prob, _LOWEST),
+                _bytes(texts[token]),
+                [
+                    TopLogprob(texts[other], log_prob, _bytes(texts[other]))
+                    for other, log_prob in _best(top, count)
+                ],
+            )
+            for token, top in steps
+        ]
+    )
+
+
+def _best(top: TopLogProbs, count: int) -> Iterator[tuple[int, float]]:
+    for token, log_prob in zip(top.ids[:count], top.log_probs):
+        yield token, max(log_prob, _LOWEST)
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8"))

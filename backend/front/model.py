@@ -1,0 +1,170 @@
+"""The model that a worker serves: its names, its adapters, and the engine behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.front.errors import ApiError, shown
+from tridecode.backend.front.reading import Bells, Reader
+from tridecode.backend.front.settings import FrontSettings
+from tridecode.backend.service.engine_service import EngineService
+from tridecode.backend.service.owner import Owner
+from tridecode.backend.service.text_request import TextRequest
+from tridecode.backend.service.text_service import TextService
+from tridecode.backend.service.text_tokenizer import TextTokenizer
+from tridecode.backend.supervisor.processes import ProcessId, alive
+from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.wire.messages import EngineBeat, EngineState, Limits
+
+
+class FrontOwner(Owner):
+    """The server whose life the engine shares, or the front's first process."""
+
+    process: ProcessId
+
+    @classmethod
+    def of(cls, text: str, guest: bool) -> FrontOwner:
+        """text: "PID:START"."""
+        pid, _, start = text.partition(":")
+        if not (pid.isdigit() and start.isdigit()):
+            raise ConfigError(f"the owner is {text!r}; wanted PID:START, as in 4711:123456")
+        owner = cls(int(pid), guest=guest)
+        object.__setattr__(owner, "process", ProcessId(int(pid), int(start)))
+        return owner
+
+    def is_gone(self) -> bool:
+        return not alive(self.process)
+
+
+class ServedModel:
+    """The texts of one tokenizer and the engines of one model; a request goes to the engine with the fewest
+    open ones."""
+
+    def __init__(self, settings: FrontSettings, engines: Sequence[EngineService], bells: Bells):
+        self.settings = settings
+        self.tokenizer = TextTokenizer(
+            Path(settings.tokenizer_dir), "the tokenizer's folder", settings.skip_special_tokens
+        )
+        self._engines = [
+            TextService(
+                engine,
+                self.tokenizer,
+                settings.stop_ids,
+                settings.max_prompt_bytes,
+                settings.max_request_bytes,
+                Path(settings.chat_template) if settings.chat_template else None,
+            )
+            for engine in engines
+        ]
+        self._open = [0] * len(engines)
+        self._bells = bells
+        self._token_texts: dict[bool, TokenTexts] = {}
+        #: renders chat templates, which takes 0.3 ms and may take seconds
+        self.renderer = ThreadPoolExecutor(1, "render")
+
+    @classmethod
+    def connect(cls, settings: FrontSettings, bells: Bells) -> ServedModel:
+        owner = FrontOwner.of(settings.owner, settings.guest)
+        engines = [
+            EngineService.open(
+                settings.engine_dir,
+                "openai",
+                owner,
+                hold_s=0.0,
+                resume_within_s=settings.resume_within_s,
+                number=number,
+            )
+            for number in range(settings.num_engines)
+        ]
+        return cls(settings, engines, bells)
+
+    def close(self) -> None:
+        for texts in self._engines:
+            texts.engine.close()
+
+    # ------------------------------------------------------------ names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the base model; the first one is shown."""
+        limits = self._engines[0].engine.link.limits()
+        own = limits.model_name if limits is not None else ""
+        return self.settings.names or (own or Path(self.settings.engine_dir).parent.name,)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that requests may name as their model."""
+        if not self.settings.lora_dir:
+            return []
+        try:
+            with os.scandir(self.settings.lora_dir) as entries:
+                return sorted(entry.name for entry in entries if _is_adapter(entry))
+        except OSError:
+            return []
+
+    def find(self, name: str | None) -> tuple[str, str]:
+        """(the model's name for the answer, the adapter or "") of the name in a request. ApiError 404."""
+        if name is None or name in self.names:
+            return name or self.name, ""
+        if self.settings.lora_dir and name in self.adapters():
+            return name, name
+        known = ", ".join([*self.names, *self.adapters()][:8])
+        text = f"the model {shown(name)} does not exist; there are {known}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+    # ------------------------------------------------------------ the engine
+
+    @property
+    def texts(self) -> TextService:
+        return self._engines[0]
+
+    def limits(self) -> Limits:
+        """Raises EngineDownError before the first engine was ready."""
+        return self._engines[0].engine.limits()
+
+    def states(self) -> list[EngineState]:
+        return [texts.engine.link.state() for texts in self._engines]
+
+    def beats(self) -> list[EngineBeat | None]:
+        return [texts.engine.link.beat() for texts in self._engines]
+
+    def ready(self) -> bool:
+        return any(state.phase == "ready" for state in self.states())
+
+    def has_template(self) -> bool:
+        """Return whether chats can be served. Raises CheckpointError for a template that cannot be read."""
+        return self.texts.chat_template() is not None
+
+    def token_texts(self, skip_special: bool | None = None) -> TokenTexts:
+        """The text of single tokens, for log probabilities."""
+        key = self.settings.skip_special_tokens if skip_special is None else skip_special
+        if key not in self._token_texts:
+            self._token_texts[key] = TokenTexts(self.tokenizer.view_of(key))
+        return self._token_texts[key]
+
+    def begin(self, asked: TextRequest, label: str, timeout_s: float = 0.0) -> Reader:
+        """Submit a request; `end` must follow. Raises what TextService.submit does."""
+        ready = [i for i, state in enumerate(self.states()) if state.phase == "ready"]
+        number = min(ready or range(len(self._engines)), key=lambda i: self._open[i])
+        reader = Reader(self._bells)
+        reader.stream = self._engines[number].submit(asked, reader.ring, label=label, timeout_s=timeout_s)
+        reader.engine = number
+        self._open[number] += 1
+        return reader
+
+    def end(self, reader: Reader) -> None:
+        """The answer has been read, or nobody will read it."""
+        self._open[reader.engine] -= 1
+        if not reader.stream.ended:
+            reader.stream.cancel()
+
+
+def _is_adapter(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir()

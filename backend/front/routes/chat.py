@@ -1,0 +1,208 @@
+"""/v1/chat/completions: messages in, by the checkpoint's template, a message out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.calls import Call
+from tridecode.backend.front.errors import ApiError, bad_request, shown
+from tridecode.backend.front.fields.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+)
+from tridecode.backend.front.fields.sampling import INT32_MAX
+from tridecode.backend.front.logprobs import chat_logprobs
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.reading import Pieces
+from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
+from tridecode.backend.front.service import FrontService
+from tridecode.backend.front.tally import Row, Tally
+from tridecode.backend.service.text_request import FieldNames, TextRequest
+from tridecode.backend.text.completion import Piece
+
+NAMES = ChatRequest.__struct_fields__
+
+
+async def chat_completions(request: Request) -> Response:
+    front = FrontService.of(request)
+    call, wanted = await front.begin(request, "chatcmpl", ChatRequest)
+    try:
+        silent = refuse_unsupported(wanted)
+        name, adapter = front.model.find(wanted.model)
+        front.model.limits()
+        prompt = await render(front.model, wanted)
+        asked = _text_request(front.model, wanted, prompt, adapter)
+    except Exception as error:
+        raise front.failed(call, error, NAMES) from error
+    return await answer(
+        front,
+        request,
+        call,
+        asked,
+        ChatWriter(front.model, call, wanted, name),
+        streaming=bool(wanted.stream),
+        timeout_s=wanted.timeout_s or 0.0,
+        names=NAMES,
+        silent=silent,
+    )
+
+
+async def render(model: ServedModel, wanted: ChatRequest) -> str:
+    """The prompt of the messages. Raises ApiError, RequestError."""
+    if not wanted.messages:
+        raise bad_request("messages is an empty list; wanted one message or more", "messages")
+    if not model.has_template():
+        text = (
+            "the model has no chat template; send a prompt to /v1/completions, or start with --chat-template"
+        )
+        raise ApiError(400, text, param="messages", code="no_chat_template")
+    messages = [_message(i, message) for i, message in enumerate(wanted.messages)]
+    values = dict(wanted.chat_template_kwargs or {})
+    if wanted.add_generation_prompt is not None:
+        values["add_generation_prompt"] = wanted.add_generation_prompt
+    try:
+        return await asyncio.get_running_loop().run_in_executor(
+            model.renderer, lambda: model.texts.render(messages, **values)
+        )
+    except RequestError as error:
+        raise bad_request(str(error), "messages", "invalid_messages") from None
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as the template sees it: parts of text become one text."""
+    where = f"messages[{index}]"
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            text = f"{where}.{name} is not implemented; leave it out"
+            raise ApiError(400, text, param=f"{where}.{name}", code="unsupported_parameter")
+    found = {"role": message.role}
+    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
+    content = message.content
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                place = f"{where}.content[{number}]"
+                text = f"{place} has the type {shown(part.type)}, which is not implemented; wanted text"
+                raise ApiError(400, text, param=place, code="unsupported_parameter")
+        content = "".join(part.text or "" for part in content)
+    if content is not None or "tool_calls" not in found:
+        found["content"] = content or ""
+    return found
+
+
+def _text_request(model: ServedModel, wanted: ChatRequest, prompt: str, adapter: str) -> TextRequest:
+    limits = model.limits()
+    given = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
+    if wanted.top_logprobs is not None and not wanted.logprobs:
+        raise bad_request("top_logprobs is sent and logprobs is not true", "top_logprobs")
+    tops = (wanted.top_logprobs or 0) if wanted.logprobs else -1
+    count = INT32_MAX if given is None else given
+    keep = wanted.truncate_prompt_tokens or 0
+    names = FieldNames(
+        "messages", "max_tokens" if wanted.max_completion_tokens is None else "max_completion_tokens", "stop"
+    )
+    return TextRequest(
+        prompts=[prompt],
+        params=[sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
+        stop_words=[stop_words(wanted)],
+        lora_names=[adapter],
+        priorities=[wanted.priority or 0],
+        streaming=bool(wanted.stream),
+        exclude=True,
+        show_stop=bool(wanted.include_stop_str_in_output),
+        min_tokens=wanted.min_tokens or 0,
+        keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
+        skip_special=wanted.skip_special_tokens,
+        log_probs=tops >= 0,
+        add_special_tokens=bool(wanted.add_special_tokens),
+        cut=given is None,
+        names=names,
+    )
+
+
+class ChatWriter:
+    """The answer of /v1/chat/completions."""
+
+    def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str):
+        self._model, self._call, self._wanted, self._name = model, call, wanted, name
+        self._tally = Tally(1, wanted.n or 1)
+        options = wanted.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._each_usage = bool(options and options.continuous_usage_stats)
+        self._begun: set[int] = set()
+
+    # ------------------------------------------------------------ a stream
+
+    def take(self, pieces: Pieces) -> bytes:
+        streaming = bool(self._wanted.stream)
+        self._tally.add(pieces, keep=not streaming)
+        self._call.prompt_tokens = self._tally.prompt_tokens
+        if not streaming:
+            return b""
+        return b"".join(
+            self._chunks(index, piece) for group in pieces for index, piece in sorted(group.items())
+        )
+
+    def _chunks(self, index: int, piece: Piece) -> bytes:
+        found = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            found += self._chunk(ChunkChoice(index, Delta("assistant", "")))
+        if piece.text or piece.tops:
+            found += self._chunk(
+                ChunkChoice(index, Delta(content=piece.text), None, self._logprobs(piece.tops))
+            )
+        if piece.finish_reason:
+            found += self._chunk(ChunkChoice(index, Delta(), piece.finish_reason))
+        return found
+
+    def _chunk(self, choice: ChunkChoice) -> bytes:
+        usage: Any = self._tally.usage if self._each_usage else (None if self._usage else msgspec.UNSET)
+        return event(self._body([choice], usage))
+
+    def _body(self, choices: list[ChunkChoice], usage: Any) -> ChatChunk:
+        fingerprint = self._model.settings.fingerprint
+        return ChatChunk(self._call.id, self._call.created, self._name, fingerprint, choices, usage)
+
+    def end(self) -> bytes:
+        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
+
+    # ------------------------------------------------------------ a whole answer
+
+    def whole(self) -> bytes:
+        choices = [self._choice(index, row) for index, row in enumerate(self._tally.rows)]
+        return msgspec.json.encode(
+            ChatCompletion(
+                self._call.id,
+                self._call.created,
+                self._name,
+                self._model.settings.fingerprint,
+                choices,
+                self._tally.usage,
+            )
+        )
+
+    def _choice(self, index: int, row: Row) -> ChatChoice:
+        return ChatChoice(index, AnswerMessage(row.text), row.finish_reason or None, self._logprobs(row.tops))
+
+    def _logprobs(self, steps: Any) -> ChatLogprobs | None:
+        if not self._wanted.logprobs:
+            return None
+        texts = self._model.token_texts(self._wanted.skip_special_tokens)
+        return chat_logprobs(steps, self._wanted.top_logprobs or 0, texts)

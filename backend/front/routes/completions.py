@@ -1,0 +1,215 @@
+"""/v1/completions: texts or token ids in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.calls import Call
+from tridecode.backend.front.errors import bad_request
+from tridecode.backend.front.fields.completions import Completion, CompletionChoice, CompletionRequest
+from tridecode.backend.front.logprobs import completion_logprobs
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.reading import Pieces
+from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
+from tridecode.backend.front.service import FrontService
+from tridecode.backend.front.tally import Row, Tally
+from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
+from tridecode.backend.text.completion import Piece
+
+NAMES = CompletionRequest.__struct_fields__
+_FIELDS = FieldNames("prompt", "max_tokens", "stop")
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def completions(request: Request) -> Response:
+    front = FrontService.of(request)
+    call, wanted = await front.begin(request, "cmpl", CompletionRequest)
+    try:
+        silent = refuse_unsupported(wanted)
+        name, adapter = front.model.find(wanted.model)
+        asked = _text_request(front.model, wanted, adapter)
+    except Exception as error:
+        raise front.failed(call, error, NAMES) from error
+    return await answer(
+        front,
+        request,
+        call,
+        asked,
+        CompletionWriter(front.model, call, wanted, asked, name),
+        streaming=bool(wanted.stream),
+        timeout_s=wanted.timeout_s or 0.0,
+        names=NAMES,
+        silent=silent,
+    )
+
+
+def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts of a text, a list of texts, token ids, or lists of them. Raises ApiError."""
+    if isinstance(prompt, str):
+        items: list[Any] = [prompt]
+    elif prompt and all(type(item) is int for item in prompt):
+        items = [prompt]
+    else:
+        items = prompt
+    if not items:
+        raise bad_request("prompt is an empty list; wanted a text or token ids", "prompt")
+    texts = all(isinstance(item, str) for item in items)
+    ids = all(isinstance(item, list) and all(type(one) is int for one in item) for item in items)
+    if not (texts or ids):
+        raise bad_request("prompt mixes types; wanted texts, or lists of token ids", "prompt", "invalid_type")
+    for item in items:
+        if not isinstance(item, str):
+            if not item:
+                raise bad_request("prompt has an empty list of token ids; wanted one id or more", "prompt")
+            continue
+        try:
+            item.encode("utf-8")
+        except UnicodeEncodeError:
+            raise bad_request("prompt is not valid Unicode text", "prompt") from None
+    return items
+
+
+def _text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -> TextRequest:
+    limits = model.limits()
+    prompts = read_prompts(wanted.prompt)
+    n = wanted.n or 1
+    sequences = wanted.best_of or n
+    if sequences < n:
+        raise bad_request(f"best_of is {sequences} and n is {n}; wanted best_of of n or more", "best_of")
+    if sequences > n and wanted.stream:
+        raise bad_request("best_of chooses among whole answers; wanted no stream with it", "best_of")
+    if wanted.echo and wanted.logprobs is not None:
+        raise UnsupportedError(
+            "echo with logprobs, of the prompt's tokens, is not implemented; leave out one"
+        )
+    tops = -1 if wanted.logprobs is None else wanted.logprobs
+    if sequences > n:
+        tops = max(tops, 0)
+    count = _DEFAULT_MAX_TOKENS if wanted.max_tokens is None else wanted.max_tokens
+    count = max(count, wanted.min_tokens or 0) if wanted.max_tokens is None else count
+    params = sampling_params(wanted, model.texts, limits, count, sequences, tops)
+    words, batch = stop_words(wanted), len(prompts)
+    keep = wanted.truncate_prompt_tokens or 0
+    return TextRequest(
+        prompts=prompts,
+        params=[_seeded(params, row, sequences) for row in range(batch)],
+        stop_words=[words] * batch,
+        lora_names=[adapter] * batch,
+        priorities=[wanted.priority or 0] * batch,
+        streaming=bool(wanted.stream),
+        exclude=True,
+        show_stop=bool(wanted.include_stop_str_in_output),
+        min_tokens=wanted.min_tokens or 0,
+        keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
+        skip_special=wanted.skip_special_tokens,
+        log_probs=tops >= 0,
+        add_special_tokens=_or(wanted.add_special_tokens, model.settings.add_special_tokens),
+        cut=wanted.max_tokens is None,
+        names=_FIELDS,
+    )
+
+
+def _seeded(params: Any, row: int, sequences: int) -> Any:
+    """Give each prompt of a request draws of its own: sample i of a prompt has the seed plus i."""
+    if row == 0:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + row * sequences) % 2**64)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+class CompletionWriter:
+    """The answer of /v1/completions."""
+
+    def __init__(
+        self, model: ServedModel, call: Call, wanted: CompletionRequest, asked: TextRequest, name: str
+    ):
+        self._model, self._call, self._wanted, self._name = model, call, wanted, name
+        self._sequences = wanted.best_of or wanted.n or 1
+        self._tally = Tally(len(asked.prompts), self._sequences)
+        options = wanted.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._each_usage = bool(options and options.continuous_usage_stats)
+        self._echoes = self._prompt_texts(asked.prompts) if wanted.echo else []
+        self._offsets = [len(text) for text in self._echoes] or [0] * len(self._tally.rows)
+        self._unsent = set(range(len(self._echoes)))  # rows whose prompt a stream has not sent yet
+
+    def _prompt_texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        texts = [self._model.tokenizer.text(prompt) for prompt in prompts]
+        return [text for text in texts for _ in range(self._sequences)]
+
+    # ------------------------------------------------------------ a stream
+
+    def take(self, pieces: Pieces) -> bytes:
+        streaming = bool(self._wanted.stream)
+        self._tally.add(pieces, keep=not streaming)
+        self._call.prompt_tokens = self._tally.prompt_tokens
+        if not streaming:
+            return b""
+        return b"".join(
+            self._chunk(index, piece) for group in pieces for index, piece in sorted(group.items())
+        )
+
+    def _chunk(self, index: int, piece: Piece) -> bytes:
+        text = piece.text
+        if index in self._unsent:
+            self._unsent.discard(index)
+            text = self._echoes[index] + text
+        logprobs = None
+        if self._wanted.logprobs is not None:
+            logprobs = self._logprobs(piece.tops, self._offsets[index])
+        self._offsets[index] += len(piece.text)
+        choice = CompletionChoice(index, text, logprobs, piece.finish_reason or None)
+        return event(self._body([choice], self._tally.usage if self._each_usage else self._no_usage()))
+
+    def _no_usage(self) -> Any:
+        return None if self._usage else msgspec.UNSET
+
+    def end(self) -> bytes:
+        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
+
+    # ------------------------------------------------------------ a whole answer
+
+    def whole(self) -> bytes:
+        choices = [
+            self._choice(number, index, self._tally.rows[index])
+            for number, index in enumerate(self._chosen())
+        ]
+        return msgspec.json.encode(self._body(choices, self._tally.usage))
+
+    def _chosen(self) -> list[int]:
+        """The rows that the client gets: with best_of, the n of each prompt with the highest log probability
+        per token."""
+        rows, each, n = self._tally.rows, self._sequences, self._wanted.n or 1
+        chosen: list[int] = []
+        for first in range(0, len(rows), each):
+            group = range(first, first + each)
+            if n < each:
+                chosen += sorted(group, key=lambda i: -rows[i].log_prob / max(1, rows[i].num_tokens))[:n]
+            else:
+                chosen += group
+        return chosen
+
+    def _choice(self, number: int, index: int, row: Row) -> CompletionChoice:
+        text = (self._echoes[index] if self._echoes else "") + row.text
+        logprobs = None
+        if self._wanted.logprobs is not None:
+            logprobs = self._logprobs(row.tops, self._offsets[index])
+        return CompletionChoice(number, text, logprobs, row.finish_reason or None)
+
+    def _logprobs(self, steps: Any, offset: int) -> Any:
+        texts = self._model.token_texts(self._wanted.skip_special_tokens)
+        return completion_logprobs(steps, self._wanted.logprobs or 0, texts, offset)
+
+    def _body(self, choices: list[CompletionChoice], usage: Any) -> Completion:
+        fingerprint = self._model.settings.fingerprint
+        return Completion(self._call.id, self._call.created, self._name, fingerprint, choices, usage)

@@ -1,0 +1,115 @@
+"""Sampling parameters from the fields of a request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tridecode.backend.base.errors import RequestError, UnsupportedError
+from tridecode.backend.front.errors import ApiError, bad_request, shown
+from tridecode.backend.front.fields.sampling import NO_EFFECT, REFUSED, Sampled
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.text_service import TextService
+from tridecode.backend.wire.messages import Limits, SamplingParams
+from tridecode.backend.wire.sampling_params import check
+
+_random = random.SystemRandom()
+_OUR_NAMES = {"num_return_sequences": "n"}
+
+
+def refuse_unsupported(wanted: msgspec.Struct) -> list[str]:
+    """The names of the sent fields that have no effect. ApiError for a feature that the engine lacks."""
+    silent = []
+    for name in wanted.__struct_fields__:
+        value = getattr(wanted, name)
+        if value is None:
+            continue
+        if name in NO_EFFECT:
+            silent.append(name)
+        elif name in REFUSED and not any(value == neutral for neutral in REFUSED[name]):
+            text = f"{name} is {shown(value)}, which this service does not implement; leave it out"
+            raise ApiError(400, text, param=name, code="unsupported_parameter")
+    return silent
+
+
+def stop_words(wanted: Sampled) -> tuple[str, ...]:
+    words = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or []
+    for word in words:
+        _check_text(word, "stop")
+    return tuple(dict.fromkeys(word for word in words if word))
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_request(f"{name} is not valid Unicode text", name) from None
+
+
+def sampling_params(
+    wanted: Sampled, texts: TextService, limits: Limits, max_tokens: int, sequences: int, top_log_probs: int
+) -> SamplingParams:
+    """max_tokens: of the answer. sequences: samples of each prompt. top_log_probs: -1: none.
+
+    Raises ApiError, RequestError or UnsupportedError.
+    """
+    min_tokens = wanted.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; wanted at most that", "min_tokens"
+        )
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        num_return_sequences=sequences,
+        **sampling_rules.drawn(
+            limits,
+            temperature=_or(wanted.temperature, 1.0),
+            top_k=_or(wanted.top_k, 0),
+            top_p=_or(wanted.top_p, 1.0) or 1.0,
+            min_p=_or(wanted.min_p, 0.0),
+            repetition_penalty=_or(wanted.repetition_penalty, 1.0),
+            presence_penalty=_or(wanted.presence_penalty, 0.0),
+            frequency_penalty=_or(wanted.frequency_penalty, 0.0),
+        ),
+        seed=_random.getrandbits(64) if wanted.seed is None else wanted.seed % 2**64,
+        **_ends(wanted, texts, limits),
+        bad_words=_bad_words(wanted.bad_words or (), texts, limits),
+        top_log_probs=top_log_probs,
+    )
+    complaint = check(params)
+    if complaint:
+        name, _, rest = complaint.partition(" ")
+        raise RequestError(f"{_OUR_NAMES.get(name, name)} {rest}")
+    return params
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _ends(wanted: Sampled, texts: TextService, limits: Limits) -> dict[str, Any]:
+    mine = wanted.stop_token_ids or []
+    wrong = [token for token in mine if token >= limits.vocab_size]
+    if wrong:
+        raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
+    request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
+    model = [] if wanted.ignore_eos else texts.end_ids(limits)
+    return sampling_rules.all_ends([*model, *mine], wanted.min_tokens or 0)
+
+
+def _bad_words(words: Sequence[str], texts: TextService, limits: Limits) -> list[list[int]]:
+    if len(words) > request_limits.MAX_WORDS:
+        raise UnsupportedError(
+            f"bad_words has {len(words):,} words; wanted {request_limits.MAX_WORDS:,} at most"
+        )
+    for word in words:
+        _check_text(word, "bad_words")
+    ids = texts.bad_word_ids([tuple(dict.fromkeys(word for word in words if word))])[0]
+    request_limits.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
+    return ids

@@ -1,0 +1,68 @@
+"""The parts that the routes of one worker share: the model, the keys, the log and the counters."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.monitoring.request_log import RequestLog
+from tridecode.backend.front.access import Keys
+from tridecode.backend.front.calls import Call
+from tridecode.backend.front.counts import Counts
+from tridecode.backend.front.errors import ApiError, api_error
+from tridecode.backend.front.json_body import parse, read_body
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.settings import FrontSettings
+from tridecode.backend.service.limits import check_label
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+@dataclass
+class FrontService:
+    settings: FrontSettings
+    model: ServedModel
+    keys: Keys
+    log: RequestLog
+    counts: Counts
+
+    @classmethod
+    def of(cls, request: Request) -> FrontService:
+        return request.app.state.front
+
+    async def begin(self, request: Request, prefix: str, kind: type[_T]) -> tuple[Call, _T]:
+        """A new call, and the body as a struct of this kind. The call's label is the client's id: that of the
+        field request_id, else of the header. Raises ApiError, once the call has ended."""
+        call = Call(f"{prefix}-{uuid.uuid4().hex}", "")
+        try:
+            call.label = _label(request.headers.get("x-request-id", ""))
+            wanted = parse(await read_body(request, self.settings.max_body_bytes), kind)
+            call.label = _label(getattr(wanted, "request_id", None) or call.label)
+        except Exception as error:
+            raise self.failed(call, error, ("request_id",)) from None
+        return call, wanted
+
+    def ended(self, call: Call) -> None:
+        """The request has been answered."""
+        call.end()
+        self.log.put(call.line())
+        self.counts.count(call)
+
+    def failed(self, call: Call, error: Exception, names: tuple[str, ...]) -> ApiError:
+        """The request has ended with an error, which is logged and counted."""
+        found = api_error(error, names)
+        call.fail(found.status, str(found))
+        self.ended(call)
+        return found
+
+
+def _label(label: str) -> str:
+    check_label(label)
+    if not label.isprintable() or not label.isascii():
+        raise RequestError("the request id has characters that a header cannot have")
+    return label

@@ -1,0 +1,51 @@
+"""The settings of the front: from the command line or config.pbtxt, handed to each worker as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+LOOPBACK = "127.0.0.1"
+#: of one request's body. Token ids need up to 8 bytes each, and texts have limits of their own.
+MAX_BODY_BYTES = 32 << 20
+
+
+class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """engine_dir: the model folder whose config.pbtxt is the engine's; num_engines: of that model.
+
+    names: of the served model, the first one is shown; (): its own name. chat_template: a file; "": the
+    checkpoint's. cors: origins whose pages may call; "*": all. key_digests: SHA-256 of accepted keys, in
+    hexadecimal; key_file: a file of such digests, read again when it changes; "": none. owner: "PID:START" of
+    the process whose life the engine shares; guest: whether that process keeps the engine, not the front.
+    lora_dir: folder of the adapters; "": the engine has none. add_special_tokens, stop_ids: as the text
+    models of the repository have them.
+    """
+
+    engine_dir: str
+    tokenizer_dir: str
+    host: str = LOOPBACK
+    port: int = 9000
+    workers: int = 1
+    num_engines: int = 1
+    names: tuple[str, ...] = ()
+    chat_template: str = ""
+    cors: tuple[str, ...] = ()
+    key_digests: tuple[str, ...] = ()
+    key_file: str = ""
+    owner: str = ""
+    guest: bool = False
+    lora_dir: str = ""
+    fingerprint: str = ""
+    created: int = 0
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    stop_ids: tuple[int, ...] = ()
+    resume_within_s: float = 60.0
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_prompt_bytes: int | None = None
+    max_request_bytes: int | None = None
+    #: seconds after which a connection is closed whose client does not read, or does not send its headers or
+    #: its body; and one without a request
+    stalled_s: float = 30.0
+    headers_s: float = 10.0
+    body_s: float = 60.0
+    idle_s: float = 75.0

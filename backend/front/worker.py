@@ -1,0 +1,93 @@
+"""One worker of the front: python -m tridecode.backend.front.worker NUMBER SOCKET_FD COUNTS_FD
+
+Reads FrontSettings as JSON from its standard input. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+
+from tridecode.backend.base import log_format
+from tridecode.backend.doors.monitoring.request_log import RequestLog
+from tridecode.backend.front.access import Keys
+from tridecode.backend.front.app import application
+from tridecode.backend.front.counts import Counts
+from tridecode.backend.front.http_protocol import protocol
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.reading import Bells
+from tridecode.backend.front.service import FrontService
+from tridecode.backend.front.settings import FrontSettings
+from tridecode.backend.supervisor import processes
+
+#: seconds that open requests get after SIGTERM
+DRAIN_S = 20
+_CONNECTIONS_EVERY_S = 1.0
+#: seconds that a thread keeps the interpreter while another waits for it: the engine link's thread and the
+#: event loop take turns for each step
+_SWITCH_S = 0.001
+
+
+async def serve(settings: FrontSettings, number: int, listening: socket.socket, counts_fd: int) -> None:
+    model = ServedModel.connect(settings, Bells(asyncio.get_running_loop()))
+    try:
+        front = FrontService(
+            settings,
+            model,
+            Keys(settings.key_digests, settings.key_file),
+            RequestLog("openai").start(),
+            Counts(counts_fd, number, settings.workers),
+        )
+        server = uvicorn.Server(config(settings, application(front)))
+        watch = asyncio.create_task(_watch(front, server))
+        await server.serve(sockets=[listening])
+        watch.cancel()
+        front.log.close()
+    finally:
+        model.close()
+
+
+def config(settings: FrontSettings, app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http=protocol(settings),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(settings.idle_s),
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+
+
+async def _watch(front: FrontService, server: uvicorn.Server) -> None:
+    """Report connections."""
+    while True:
+        front.counts.connections(len(server.server_state.connections))
+        await asyncio.sleep(_CONNECTIONS_EVERY_S)
+
+
+def main() -> None:
+    processes.die_with_parent()
+    number, socket_fd, counts_fd = map(int, sys.argv[1:4])
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontSettings)
+    log_format.configure(f"openai {number}" if settings.workers > 1 else "openai")
+    sys.setswitchinterval(_SWITCH_S)
+    os.environ.setdefault("TRIDECODE_OWNER", settings.owner)
+    listening = socket.socket(fileno=socket_fd)
+    uvloop.run(serve(settings, number, listening, counts_fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The service alone before the real engine on the CPU: its texts are transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.backend.front.fronts import Front, joined
+from tests.checkpoints import greedy
+from tests.reliability.service import build_repository
+from tests.waiting import wait_until
+from tridecode.backend.supervisor import processes
+
+PROMPT = "the ferry leaves at seven"
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("real")
+    build_repository(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def front(folder: Path) -> Iterator[Front]:
+    with Front(folder / "repo", folder / "front.log") as front:
+        yield front
+    wait_until(lambda: not processes_of(folder), 30, "the end of supervisor and rank")
+
+
+def processes_of(folder: Path) -> list[int]:
+    lines = {pid: processes.command_line(pid) or [] for pid in processes.all_pids()}
+    return [pid for pid, words in lines.items() if any(str(folder) in word for word in words)]
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> tuple[list[int], str, torch.Tensor]:
+    """transformers' ids of the prompt, its greedy text, and the log probabilities of its tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    prompt = tokenizer.encode(PROMPT).ids
+    tokens, logits = greedy(model, prompt, COUNT)
+    text = tokenizer.decode(prompt + tokens)[len(PROMPT) :]
+    return prompt, text, logits.log_softmax(-1)[torch.arange(COUNT), torch.tensor(tokens)]
+
+
+def test_greedy_texts_are_those_of_transformers(front: Front, wanted: tuple) -> None:
+    prompt, text, log_probs = wanted
+    asked = {"model": "hf", "max_tokens": COUNT, "temperature": 0, "logprobs": 1}
+    for given in (PROMPT, prompt):
+        found = front.openai.completions.create(prompt=given, **asked)
+        assert found.choices[0].text == text
+        assert found.usage.prompt_tokens == len(prompt) and found.usage.completion_tokens == COUNT
+    assert found.choices[0].logprobs.token_logprobs == pytest.approx(log_probs.tolist(), abs=1e-4)
+    chunks = list(front.openai.completions.create(prompt=PROMPT, stream=True, **asked))
+    assert joined(chunks) == text
+
+
+def test_samples_of_a_seed_are_the_same_each_time(front: Front) -> None:
+    asked = {"model": "hf", "prompt": PROMPT, "max_tokens": 16, "seed": 11, "n": 3}
+    first, second = (front.openai.completions.create(**asked) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices] and len(set(texts)) == 3
+
+
+def test_the_best_of_several_samples_has_the_highest_log_probability(front: Front) -> None:
+    asked = {"model": "hf", "prompt": PROMPT, "max_tokens": 8, "seed": 5, "logprobs": 0}
+    every = front.openai.completions.create(n=4, **asked).choices
+    best = front.openai.completions.create(best_of=4, n=1, **asked)
+    means = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every]
+    assert best.choices[0].text == every[means.index(max(means))].text
+    assert best.usage.completion_tokens == 32 and len(best.choices) == 1

@@ -1,0 +1,64 @@
+"""The command `tridecode front`."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tridecode.backend.base.errors import ConfigError
+
+
+def front(
+    repository: Annotated[Path, typer.Argument(help="A model repository.")],
+    host: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0: on every interface, with an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: a free one, which the log names.")] = 9000,
+    workers: Annotated[int, typer.Option(help="Processes that share the port.")] = 1,
+    served_model_name: Annotated[
+        Optional[list[str]], typer.Option(help="Name of the model, may be repeated. Default: its own.")
+    ] = None,
+    chat_template: Annotated[
+        Optional[Path], typer.Option(help="Template of chats, in place of the checkpoint's.")
+    ] = None,
+    cors: Annotated[
+        Optional[list[str]],
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may call, may be repeated; *: all."),
+    ] = None,
+    api_key: Annotated[
+        Optional[list[str]],
+        typer.Option(envvar="TRIDECODE_API_KEY", help="Key that requests must bear, may be repeated."),
+    ] = None,
+    api_key_file: Annotated[
+        Optional[Path],
+        typer.Option(help="File of SHA-256 digests of keys; it is read again when it changes."),
+    ] = None,
+    engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt is the engine's.")] = (
+        "fastertransformer"
+    ),
+) -> None:
+    """Serve a model repository by OpenAI's API.
+
+    Beside a running server it uses that server's engine; alone it starts one, without Triton.
+
+    \b
+    Example:
+      tridecode front models --port 9000
+    """
+    try:
+        from tridecode.backend.front.__main__ import FrontArguments, run
+    except ImportError as error:
+        raise ConfigError(f"{error}; wanted: pip install 'tridecode[front]'") from None
+    arguments = FrontArguments(
+        repository=repository,
+        host=host,
+        port=port,
+        workers=workers,
+        served_model_name=tuple(served_model_name or ()),
+        chat_template="" if chat_template is None else str(chat_template),
+        cors=tuple(cors or ()),
+        api_key=tuple(api_key or ()),
+        api_key_file="" if api_key_file is None else str(api_key_file),
+        engine_model=engine_model,
+    )
+    raise typer.Exit(run(arguments))
