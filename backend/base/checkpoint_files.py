@@ -1,4 +1,6 @@
-"""Files of a checkpoint, which is not trusted: limits before a byte is parsed, names that stay inside it."""
+"""Opens files of an untrusted checkpoint: checks sizes before parsing, and that names stay inside the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ MAX_SETTINGS_BYTES = 16 << 20
 
 
 def require_file(path: Path, limit_bytes: int | None = None) -> Path:
-    """The path of a regular file, links followed: snapshots of the hub's cache are links to its blobs.
+    """Return the path of a regular file; links are followed, since snapshots in the hub's cache are links to
+    blobs.
 
-    Raises CheckpointError for what is missing, is a device, pipe or folder, or is longer than `limit_bytes`.
+    Raises CheckpointError if it is missing, is a device, pipe or folder, or is longer than `limit_bytes`.
     """
     try:
         status = path.stat()
@@ -31,7 +34,7 @@ def require_file(path: Path, limit_bytes: int | None = None) -> Path:
 
 
 def read_json(path: Path, limit_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """A JSON file's object. Raises CheckpointError naming the file for everything else."""
+    """Return the object in a JSON file. Raises CheckpointError that names the file for any other content."""
     require_file(path, limit_bytes)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -47,8 +50,10 @@ def read_json(path: Path, limit_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, An
 
 
 def member(directory: Path, name: object, listed_in: str) -> Path:
-    """The file `name` of a checkpoint, as its index lists it. CheckpointError for what is not a plain file
-    name: a path would lead out of the checkpoint."""
+    """Return the path of the file `name`, as listed in the checkpoint's index.
+
+    Raises CheckpointError for anything but a plain file name: a path could lead out of the checkpoint.
+    """
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
         raise CheckpointError(
             f"{directory / listed_in} lists {str(name)[:200]!r}; wanted the name of a file in {directory}"

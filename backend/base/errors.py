@@ -1,4 +1,4 @@
-"""Errors that an operator or a client is meant to read.
+"""Errors whose text is written for an operator or a client.
 
 Each carries the Triton status code that a client sees. The text says what was found, what was wanted, and
 where.
@@ -15,7 +15,8 @@ class TridecodeError(Exception):
 
 class ConfigError(TridecodeError):
     """config.ini, config.pbtxt or a setting is wrong: names the file, the key, what was found, what was
-    wanted."""
+    wanted.
+    """
 
     code = "INVALID_ARG"
 
@@ -57,13 +58,13 @@ class EngineDownError(TridecodeError):
 
 
 class SessionGoneError(TridecodeError):
-    """The session that a request goes on with does not exist any more; the client must start it again."""
+    """The session that a request continues no longer exists; the client must start it again."""
 
     code = "NOT_FOUND"
 
 
 class RequestCancelled(TridecodeError):
-    """The client cancelled, left, or sent a stop request."""
+    """The client cancelled, disconnected, or sent a stop request."""
 
     code = "CANCELLED"
 
@@ -74,7 +75,7 @@ class DeadlineError(TridecodeError):
     code = "CANCELLED"
 
 
-#: code name -> error class a door raises again from an engine's answer
+#: code name -> class of the error that a door raises for an engine's answer
 BY_CODE: dict[str, type[TridecodeError]] = {
     "INVALID_ARG": RequestError,
     "UNSUPPORTED": UnsupportedError,

@@ -1,19 +1,17 @@
-"""Host memory that this process may take: the kernel's figure, within the limits of its cgroups. No torch."""
+"""Host memory available to this process: the kernel's figure, within the limits of its cgroups. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # version 1 of cgroups writes 2**63 rounded to pages
+_UNLIMITED = 1 << 60  # cgroups v1 reports 2**63, rounded to pages, for no limit
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that can be allocated without swapping or an out-of-memory kill. root: of /proc and
-    /sys, for tests.
-
-    In a cgroup, version 1 or 2: its limit minus its usage, not counting clean file pages, which can be
-    reclaimed.
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill. root: parent of /proc
+    and /sys, for tests. In a cgroup (v1 or v2): its limit minus its usage, without clean file pages, which
+    can be reclaimed.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -32,7 +30,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """This process's cgroups of memory, from its own up to the root of what it sees."""
+    """Return this process's memory cgroups, from its own up to the visible root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The format of this project's log lines: text, or one JSON object per line.
 
-$TRIDECODE_LOG_FORMAT chooses it for every process of a server: `tridecode serve --log-format` sets it, and a
-plain tritonserver is started with it. Imports the standard library only.
+$TRIDECODE_LOG_FORMAT chooses it for every process of a server: `tridecode serve --log-format` sets it, or set
+it before starting a plain tritonserver. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 FORMAT_VARIABLE = "TRIDECODE_LOG_FORMAT"
-REQUESTS_VARIABLE = "TRIDECODE_REQUEST_LOG"  # off: without one line per request
+REQUESTS_VARIABLE = "TRIDECODE_REQUEST_LOG"  # off: no line per request
 FORMATS = ("text", "json")
 _TEXT = "%(asctime)s %(levelname)s {}: %(message)s"
 
@@ -58,9 +58,9 @@ def configure_door(instance: str) -> None:
 
 
 def configure(process: str = "", where: str = "%(name)s", level: str | int = logging.INFO) -> None:
-    """Write the log of this process to stderr, from `level` on; no effect where it has a handler already.
+    """Write this process's log to stderr, from `level` on; no effect if a handler exists already.
 
-    process: field of JSON lines. where: what text lines name before the message, with logging's fields.
+    process: field of JSON lines. where: prefix of text lines, with logging's format fields.
     """
     handler = logging.StreamHandler()
     if chosen() == "json":

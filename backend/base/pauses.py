@@ -1,4 +1,5 @@
-"""Pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a held interpreter lock.
+"""Detects pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a held interpreter
+lock.
 
 A process that judges its peers by their silence must not count the time in which it could not listen. A loop
 calls `PauseWatch.turn` on each turn and moves its deadlines by the result. Standard library only.
@@ -6,7 +7,7 @@ calls `PauseWatch.turn` on each turn and moves its deadlines by the result. Stan
 
 from __future__ import annotations
 
-#: a turn that is late by more than this was delayed by a pause of this process
+#: a turn later than this was delayed by a pause of this process
 TOLERANCE_S = 1.0
 
 
@@ -19,6 +20,6 @@ class PauseWatch:
         self._limit_s = longest_turn_s + TOLERANCE_S
 
     def turn(self, now: float) -> float:
-        """Seconds since the last turn if this process was paused in between, else 0.0."""
+        """Return the seconds since the last turn if this process was paused in between, else 0.0."""
         gap, self._last = now - self._last, now
         return gap if gap > self._limit_s else 0.0

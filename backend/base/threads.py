@@ -1,13 +1,13 @@
-"""How the engine's CPU threads wait for each other. Standard library only."""
+"""Sets how long the engine's CPU threads spin at barriers. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-#: How long a CPU thread spins at a barrier before it sleeps; libgomp's own default is milliseconds. Where
-#: other processes use the cores too, the thread that it waits for has no core, and each of a step's hundreds
-#: of barriers costs that time. SmolLM2 on 2 cores, 16 sequences, `tridecode bench engine --batches 1,16`, ms
-#: per step: alone 32.5 -> 32.4, beside two busy processes 289 and 374 -> 102 and 108.
+#: How long a CPU thread spins at a barrier before it sleeps; libgomp's own default is milliseconds. If other
+#: processes use the cores too, the awaited thread may have no core, and each of a step's hundreds of barriers
+#: then costs that time. SmolLM2 on 2 cores, 16 sequences, `tridecode bench engine --batches 1,16`, ms per
+#: step: alone 32.5 -> 32.4, beside two busy processes 289 and 374 -> 102 and 108.
 SPIN = ("GOMP_SPINCOUNT", "4000")
 
 

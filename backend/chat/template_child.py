@@ -3,8 +3,8 @@
     python -I template_child.py FD SECONDS MEMORY_BYTES CHARACTERS [FOLDER...]
 
 FD: a connected socket. FOLDER: appended to sys.path. A frame is a length of 8 bytes and JSON. The environment
-is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags; without `**`, and with a
-limit on products, so that the usual bombs have a clear text. This file imports nothing of ours.
+is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags. It lacks `**` and limits
+products, so that the usual bombs get a clear error. This file imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _limit_memory(memory: int) -> None:
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """The kernel ends the process (SIGXCPU) after this many more seconds, even if its parent has gone."""
+    """Let the kernel end the process (SIGXCPU) after this many more seconds, even if its parent is gone."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
@@ -63,7 +63,7 @@ def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """One frame; None at the end."""
+    """Return one frame; None at the end."""
     length = int.from_bytes(_read(connection, _LENGTH), "little")
     return json.loads(_read(connection, length)) if length else None
 
@@ -79,7 +79,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _renderer(seconds: float, characters: int) -> Any:
-    """The one place that needs jinja2, so that its absence is reported over the socket."""
+    """Import jinja2 only here, so that its absence is reported over the socket."""
     import jinja2.utils
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError

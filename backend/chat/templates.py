@@ -1,9 +1,9 @@
 """Chat templates of checkpoints, which are not trusted: rendered in a child process with hard limits.
 
-jinja's sandbox stops a template from reaching Python, but not from running for ever (nested empty loops) or
-from filling the memory (`'a'.ljust(3000000000)`): no check between two of its statements can. The child is
-template_child.py; it imports jinja2 and nothing of ours. One child renders many templates, and a child
-that breaks a limit is killed and replaced. No torch, no transformers, no jinja2 here.
+jinja's sandbox stops a template from reaching Python, but not from running forever (nested empty loops) or
+filling the memory (`'a'.ljust(3000000000)`), which no check between statements can prevent. The child is
+template_child.py; it imports jinja2 and nothing of ours. One child renders many templates, and a child that
+breaks a limit is killed and replaced. No torch, no transformers, no jinja2 here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from tridecode.backend.base.errors import TridecodeError
 
 _CHILD = Path(__file__).with_name("template_child.py")
-_START_S = 60.0  # until a child has imported jinja2: 0.2 s on an idle machine
+_START_S = 60.0  # time for a child to import jinja2: 0.2 s on an idle machine
 _LENGTH = 8  # bytes of a frame's length, little end first
 _MAX_REQUEST = 64 << 20  # bytes of source and values as JSON
 _READ = 1 << 20
@@ -37,8 +37,8 @@ _READ = 1 << 20
 class RenderLimits:
     """Limits of one render.
 
-    seconds: wall-clock and CPU time. memory_bytes: beyond the child's memory after its imports. characters:
-    of the rendered text.
+    seconds: wall-clock and CPU time. memory_bytes: in addition to the child's memory after its imports.
+    characters: limit of the rendered text.
     """
 
     seconds: float = 5.0
@@ -47,13 +47,13 @@ class RenderLimits:
 
 
 class TemplateFault(TridecodeError):
-    """The template does not run, or breaks a limit. The text is a clause about it: "it runs for ..."."""
+    """The template does not run, or exceeds a limit. The text is a clause about it: "it runs for ..."."""
 
     code = "INVALID_ARG"
 
 
 class TemplateRenderer:
-    """Renders templates in a child process, which starts with the first of them. Threads take turns."""
+    """Renders templates in a child process, which starts with the first template. Threads take turns."""
 
     def __init__(self, limits: RenderLimits = RenderLimits()):
         self.limits = limits
@@ -66,7 +66,7 @@ class TemplateRenderer:
         return None if self._child is None else self._child.process.pid
 
     def render(self, source: str, values: Mapping[str, Any]) -> str:
-        """The text of the template `source`, as transformers renders it.
+        """Render the template `source` as transformers does.
 
         values: the variables, of JSON's types. Raises TemplateFault.
         """
@@ -81,7 +81,7 @@ class TemplateRenderer:
                 self._child = _Child(self.limits)
             try:
                 answer = self._child.answer(request)
-            except BaseException:  # a child that has not answered has no use any more
+            except BaseException:  # a child that has not answered is useless
                 self._close()
                 raise
             if answer.get("ended"):
@@ -105,7 +105,7 @@ class _Child:
     def __init__(self, limits: RenderLimits):
         self._limits = limits
         self._socket, theirs = socket.socketpair()
-        # -I: neither the working directory nor PYTHONPATH can put another jinja2 before the installed one
+        # -I: neither the working directory nor PYTHONPATH can shadow the installed jinja2
         command = [sys.executable, "-I", str(_CHILD), str(theirs.fileno())]
         command += [str(limits.seconds), str(limits.memory_bytes), str(limits.characters), *_places()]
         with theirs:
@@ -115,7 +115,7 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the parent's to answer
+                start_new_session=True,  # the parent handles Ctrl-C
             )
         try:
             started = self._receive(time.monotonic() + _START_S)
@@ -128,7 +128,7 @@ class _Child:
             raise TemplateFault(f"the process that renders templates cannot be used: {started['fault']}")
 
     def answer(self, request: bytes) -> dict[str, Any]:
-        """{"text": …} or {"fault": …}. Raises TemplateFault where the child has to be replaced."""
+        """Return {"text": …} or {"fault": …}. Raises TemplateFault if the child has to be replaced."""
         deadline = time.monotonic() + self._limits.seconds
         late = f"it runs for more than {self._limits.seconds:g} s"
         try:
@@ -195,5 +195,5 @@ atexit.register(_shared.close)
 
 
 def render_template(source: str, values: Mapping[str, Any]) -> str:
-    """TemplateRenderer.render with the process's one child and the usual limits."""
+    """Call TemplateRenderer.render with the process's only child and the default limits."""
     return _shared.render(source, values)

@@ -1,1 +1,1 @@
-"""Settings, read in one place and frozen."""
+"""Settings of models, engines and doors: each is read in one place and then immutable."""

@@ -1,7 +1,7 @@
 """The parameters in config.pbtxt that doors read: one row each, and nothing else repeats a row.
 
-From the rows follow DoorSettings (`door_settings.py`), the errors for names that nobody reads, and a table
-of docs/reference/config_pbtxt.md. The engine's own rows are the fields of
+The rows define DoorSettings (`door_settings.py`), the errors for unknown names, and a table of
+docs/reference/config_pbtxt.md. The engine's own rows are the fields of
 `backend.configuration.engine_config.EngineConfig`.
 """
 
@@ -17,7 +17,10 @@ from tridecode.backend.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One key of `parameters`. type: "int", "float", "bool" or "str". wanted: accepted values in words."""
+    """One key of `parameters`.
+
+    type: "int", "float", "bool" or "str". wanted: describes the accepted values.
+    """
 
     name: str
     type: str
@@ -93,9 +96,10 @@ _TOKENISING = "text models, `preprocessing`"
 _DECODING = "text models, `postprocessing`"
 _FOLDER = "a folder's name"
 
-#: About one step of many sequences, too short for a client to see. Measured on 2 cores: with half of it, 64
-#: streams at the server's limit of 10,000 responses per second had 10 % of them merged instead of 1 %; with
-#: 0.03, tokens of 256 streams above that limit waited in the door for 24 ms instead of 13 (90th percentile).
+#: About one step of many sequences, too short for a client to notice. Measured on 2 cores: with half of it,
+#: 64 streams at the server's limit of 10,000 responses per second had 10 % of them merged instead of 1 %;
+#: with 0.03, tokens of 256 streams above that limit waited in the door for 24 ms instead of 13 (90th
+#: percentile).
 MERGE_BEHIND_S = 0.02
 
 DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
@@ -126,13 +130,13 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
     _count(
         "default_max_tokens",
         256,
-        "new tokens where a request does not say `max_tokens`, or fewer where the prompt leaves less room",
+        "new tokens if a request sends no `max_tokens`, or fewer if the prompt leaves less room",
         "text models of TensorRT-LLM's ensemble",
     ),
     _true_or_false(
         "exclude_input_in_output",
         False,
-        "for requests that do not say: whether a whole answer is sent without its prompt",
+        "default for requests: whether a whole answer is sent without its prompt",
         _ANSWERS,
     ),
     _true_or_false(
@@ -144,14 +148,14 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
     _time(
         "session_idle_s",
         None,
-        "a session without a round for so long ends; auto: `max_sequence_idle_microseconds`",
+        "a session without a round for this long ends; auto: `max_sequence_idle_microseconds`",
         "interactive models",
     ),
     _true_or_false("skip_special_tokens", True, "whether special tokens are left out of answers", _DECODING),
     _true_or_false(
         "wrap_token_ids",
         False,
-        "an id beyond the vocabulary counts modulo its size, for benchmarks; else it is refused",
+        "an id beyond the vocabulary is taken modulo its size, for benchmarks; otherwise it is refused",
         "`tensorrt_llm`",
     ),
     DoorParameter(
@@ -171,7 +175,7 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         _TOKENS,
     ),
     _true_or_false(
-        "wait_for_engine", True, "whether the model becomes ready when the engine is", _ENGINE_DOORS
+        "wait_for_engine", True, "whether the model becomes ready only when the engine is", _ENGINE_DOORS
     ),
     _time("start_timeout_s", 900.0, "longest wait for the engine when the model loads", _ENGINE_DOORS),
     DoorParameter(
@@ -204,7 +208,7 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         "str",
         "",
         "options of `build-repo`",
-        "what makes the model that a stand-in stands for",
+        "the build option that adds the model that a placeholder stands for",
         models="stand-ins",
     ),
     DoorParameter(
@@ -233,18 +237,18 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
     _count("max_preparing_bytes", 67_108_864, "bytes of their texts and token ids", _ENGINE_DOORS),
 )
 
-#: keys that the doors and the engine leave to others: key -> meaning, for the guide
+#: keys that neither doors nor engine read: key -> meaning, for the guide
 OTHER_PARAMETERS = {
     "model_type": "FasterTransformer's name of the network; `config.ini` beside the weights decides",
     "model_checkpoint_path": "the weight directory; a relative path starts from the version folder",
     "EXECUTION_ENV_PATH": "of Triton's python backend",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "of Triton's python backend",
 }
-_LONGEST_NAME = 64  # characters compared: the time is quadratic
+_LONGEST_NAME = 64  # compared characters: the time is quadratic
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one was probably meant to be."""
+    """Return the known name that a misspelt one probably means."""
     spelt = {one.lower(): one for one in known}
     found = difflib.get_close_matches(
         name[:_LONGEST_NAME].lower().replace("-", "_"), sorted(spelt), n=1, cutoff=0.7
@@ -253,12 +257,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def known_names(engine: Iterable[str]) -> set[str]:
-    """The keys that a model may have. engine: those of the engine, for its model; else empty."""
+    """Return the keys that a model may have. engine: the engine's keys, for its model; else empty."""
     return {*(row.name for row in DOOR_PARAMETERS), *OTHER_PARAMETERS, *engine}
 
 
 def refuse_unknown(names: Iterable[str], engine: Iterable[str], where: str) -> None:
-    """ConfigError for the first key that nobody reads. engine: as in known_names. where: the file."""
+    """Raise ConfigError for the first unknown key. engine: as in known_names. where: the file."""
     known = known_names(engine)
     for name in names:
         if name not in known:

@@ -1,4 +1,4 @@
-"""How the engine runs: `EngineConfig`, read from `config.pbtxt` of the `fastertransformer` model."""
+"""The engine's settings: `EngineConfig`, read from `config.pbtxt` of the `fastertransformer` model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tridecode.backend.configuration.door_parameters import Parameter, refuse_un
 from tridecode.backend.configuration.model_config import DTYPES
 from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 
-CACHE_FORMATS = ("fp8", "int8")  # of kv_cache_dtype, beside that of data_type
+CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ INT8_MODES = (0, 1, 2)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs, from the `parameters` of the fastertransformer model's config.pbtxt.
+    """The engine's settings, from the `parameters` of the fastertransformer model's config.pbtxt.
 
     The keys of the first group are FasterTransformer's, the others ours. None: chosen and logged at start-up.
     """
@@ -57,18 +57,18 @@ class EngineConfig:
     )
     int8_mode: int = setting(
         0,
-        "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded;"
-        " 2: and the rows of their inputs in every product (W8A8)",
+        "1: layer matrices stored in 16 or 32 bit are quantised to int8 at load; 2: and their inputs, per "
+        "row, in every GEMM (W8A8)",
     )
     int8_head: bool = setting(
         False,
-        "the head, and the word embedding where it is the head, are rounded to int8 while they are loaded, "
-        "whatever the layers are",
+        "the head, and the word embedding if it is tied to the head, are quantised to int8 at load, "
+        "independently of the layers",
     )
     enable_custom_all_reduce: bool = setting(
         True,
-        "GPUs of one node: tensor ranks sum through each other's memory, and each has its share of embedding "
-        "and head; false: through NCCL, and each has all of both",
+        "GPUs of one node: tensor ranks sum through peer memory and split embedding and head among them; "
+        "false: they sum through NCCL, and each holds embedding and head in full",
     )
 
     device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))
@@ -85,7 +85,8 @@ class EngineConfig:
     )
     verify_weights: str = setting(
         "sampled",
-        "files against `manifest.json` at start-up: sizes, sampled (4 KiB of each MiB), full (every byte)",
+        "check of the files against `manifest.json` at start-up: sizes, sampled (4 KiB of each MiB), full "
+        "(every byte)",
         _one_of(*VERIFY_MODES),
     )
     max_sequences: int | None = setting(
@@ -98,8 +99,8 @@ class EngineConfig:
     )
     max_sequence_tokens: int | None = setting(
         None,
-        "prompt and output of one sequence; auto: the model's number of positions, a limit only where "
-        "they are a learned table",
+        "tokens of prompt and output of one sequence; auto: the model's number of positions, which is a "
+        "hard limit only for a learned table",
         _CHOSEN,
     )
     max_step_tokens: int | None = setting(
@@ -111,25 +112,25 @@ class EngineConfig:
     block_tokens: int = setting(32, "KV-cache tokens of one block", _COUNT)
     kv_cache_dtype: str = setting(
         "auto",
-        "keys and values in 8 bits with a scale for each token and head; auto: `data_type`",
+        "dtype of the KV cache; 8-bit types have a scale for each token and head; auto: `data_type`",
         _one_of("auto", *CACHE_FORMATS),
     )
     cache_bytes: int | None = setting(
         None, "bytes of the KV cache; auto: `memory_fraction` of what is free after loading", _CHOSEN
     )
     memory_fraction: float = setting(0.9, "share of the free memory that the KV cache takes", _SHARE)
-    max_bad_word_tokens: int = setting(256, "ids of all bad words of a sequence together", _SOME)
-    max_stop_word_tokens: int = setting(1024, "ids of all stop words of a sequence together", _SOME)
+    max_bad_word_tokens: int = setting(256, "token ids in all bad words of a sequence", _SOME)
+    max_stop_word_tokens: int = setting(1024, "token ids in all stop words of a sequence", _SOME)
     max_logits_bytes: int = setting(256 << 20, "bytes of the logits that one request returns", _SOME)
     request_timeout_s: float = setting(600.0, "deadline of a request that sets none, in seconds", _SECONDS)
-    step_timeout_s: float = setting(60.0, "a step that takes longer counts as hung, in seconds", _SECONDS)
+    step_timeout_s: float = setting(60.0, "a step that takes longer counts as hung; seconds", _SECONDS)
     start_timeout_s: float = setting(
         900.0, "time for loading and warming up, in seconds; the doors wait as long", _SECONDS
     )
     cuda_graphs: bool = setting(True, "decode steps and short prompts as CUDA graphs; false for debugging")
     num_threads: int = setting(0, "CPU threads of the engine; 0: torch's own choice", _SOME)
     batch_invariant: bool = setting(
-        False, "CPU and fp32: log probabilities do not depend on the other requests of a step"
+        False, "CPU with fp32 only: log probabilities do not depend on the other requests of a step"
     )
     lora_path: str = setting(
         "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"
@@ -141,30 +142,32 @@ class EngineConfig:
     )
     shadow_share: float = setting(
         0.0,
-        "share of ended requests that are run in 16 bit too (docs/guides/quantization.md); 0: none",
+        "share of ended requests that are repeated in 16 bit for comparison (docs/guides/quantization.md); "
+        "0: none",
         _PART,
     )
     shadow_weights: str = setting(
         "none",
-        "folder of the served model's 16-bit weights for them, relative to that of `config.pbtxt`; none: the"
-        " model's own files, unrounded",
+        "folder of the 16-bit weights for shadow runs, relative to that of `config.pbtxt`; none: the "
+        "model's own files, not quantised",
     )
     shadow_slice_tokens: int | None = setting(
-        None, "tokens that they compute between two steps at most; auto: 32 on a CPU, 256 on a GPU", _CHOSEN
+        None, "maximum tokens of shadow runs between two steps; auto: 32 on a CPU, 256 on a GPU", _CHOSEN
     )
     shadow_time_share: float = setting(
         0.02,
-        "share of the time that they may take while requests run; 0: only an idle engine runs them",
+        "share of the time that shadow runs may take while requests run; 0: only an idle engine runs them",
         _PART,
     )
-    shadow_queue: int = setting(16, "requests that wait for it; more are dropped and counted", _COUNT)
-    shadow_seed: int = setting(0, "of the choice of requests", _SOME)
+    shadow_queue: int = setting(16, "requests queued for shadow runs; more are dropped and counted", _COUNT)
+    shadow_seed: int = setting(0, "seed of the choice of requests for shadow runs", _SOME)
 
-    extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
+    # parameters of the config.pbtxt that the engine does not read
+    extra: dict[str, str] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
-        """max_sequences, once it is decided."""
+        """Return max_sequences, once it is resolved."""
         assert self.max_sequences is not None
         return self.max_sequences
 
@@ -179,7 +182,7 @@ _CONVERSIONS: dict[str, tuple[Callable[[str], object], str]] = {
 
 
 def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
-    """EngineConfig from the string parameters of config.pbtxt. `where`: the file's name, for errors.
+    """Return EngineConfig from the string parameters of config.pbtxt. `where`: the file's name, for errors.
 
     "auto" and the empty text mean the default. Raises ConfigError with file, key, value and what was wanted.
     """
@@ -208,7 +211,9 @@ def with_folders(config: EngineConfig, engine_dir: Path) -> EngineConfig:
 
 
 def engine_parameters() -> tuple[Parameter, ...]:
-    """The engine's parameters in config.pbtxt, for docs/reference/config_pbtxt.md and the known names."""
+    """Return the engine's parameters in config.pbtxt, for docs/reference/config_pbtxt.md and the known
+    names.
+    """
     return tuple(_engine_parameter(row) for row in fields(EngineConfig) if row.name != "extra")
 
 

@@ -13,7 +13,7 @@ FILE = "config.pbtxt"
 
 
 def read_engine_parameters(engine_dir: str) -> dict[str, str]:
-    """The parameters of `<engine_dir>/config.pbtxt` by key, as read_engine_config takes them.
+    """Return the parameters of `<engine_dir>/config.pbtxt` by key, for read_engine_config.
 
     engine_dir: the directory of the fastertransformer model, above its version folders. Fields that this
     tritonclient does not know are skipped. Raises ConfigError naming the file and, for a syntax error, line
@@ -24,20 +24,20 @@ def read_engine_parameters(engine_dir: str) -> dict[str, str]:
 
 
 def checkpoint_dir(engine_dir: str) -> str:
-    """The directory of the model's config.ini and weights.
+    """Return the directory of the model's config.ini and weights.
 
-    The parameter model_checkpoint_path; a relative path starts from the version folder. Without it, in the
-    version folder: default_model_filename, else `<tensor_para_size>-gpu`, else the only `*-gpu` folder,
-    because a weight directory loads at any degree. Of several version folders the highest is used, which is
-    the one that Triton serves. Raises ConfigError for several `*-gpu` folders. Source: FasterTransformer's
-    backend, ModelState.
+    It is the parameter model_checkpoint_path; a relative path starts from the version folder. Without it, it
+    is in the version folder: default_model_filename, else `<tensor_para_size>-gpu`, else the only `*-gpu`
+    folder, because a weight directory loads at any degree. Of several version folders the highest is used,
+    which is the one that Triton serves. Raises ConfigError for several `*-gpu` folders. Source:
+    FasterTransformer's backend, ModelState.
     """
     path = Path(engine_dir) / FILE
     config = _read(path)
     version = _version_dir(Path(engine_dir))
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
     named = parameters.get("model_checkpoint_path") or config.default_model_filename
-    if named and not named.endswith(".py"):  # a python_backend model names its model.py there
+    if named and not named.endswith(".py"):  # a python_backend model gives its model.py there
         return str(version / named)
     usual = version / f"{parameters.get('tensor_para_size') or 1}-gpu"
     others = sorted(folder for folder in version.glob("*-gpu") if folder.is_dir())

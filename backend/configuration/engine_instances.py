@@ -17,8 +17,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 
 @dataclass(frozen=True)
 class InstanceGroup:
-    """A group of instances: count engines. gpus: as CUDA numbers those of CUDA_VISIBLE_DEVICES, those of the
-    first engine first; (): no list."""
+    """A group of instances: count engines.
+
+    gpus: numbers within CUDA_VISIBLE_DEVICES, those of the first engine first; (): no list.
+    """
 
     count: int = 1
     gpus: tuple[int, ...] = ()
@@ -29,8 +31,10 @@ def num_engines(groups: Sequence[InstanceGroup]) -> int:
 
 
 def read_groups(engine_dir: Path) -> tuple[InstanceGroup, ...]:
-    """The groups in `<engine_dir>/config.pbtxt`; a file that cannot be read has one engine, whose supervisor
-    says why it does not start."""
+    """Return the groups in `<engine_dir>/config.pbtxt`.
+
+    An unreadable file counts as one engine, whose supervisor reports why it does not start.
+    """
     config = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("tridecode.ModelConfig"))()
     try:
         text = (engine_dir / "config.pbtxt").read_text(encoding="utf-8")
@@ -42,10 +46,10 @@ def read_groups(engine_dir: Path) -> tuple[InstanceGroup, ...]:
 
 
 def instance_number(instance: str, config: Mapping[str, Any]) -> int:
-    """The place of a door among the instances of its model, from 0.
+    """Return the index of a door among the instances of its model, from 0; 0 for a name of another form.
 
-    instance: Triton's name of it, `<group>_<number>`; of a group with several GPUs the same for each GPU.
-    config: the model's configuration as Triton hands it to initialize(). 0 for a name of another form.
+    instance: Triton's name of it, `<group>_<number>`; in a group with several GPUs the same for each GPU.
+    config: the model's configuration, as passed by Triton to initialize().
     """
     before = 0
     for group in config.get("instance_group") or []:
@@ -58,9 +62,9 @@ def instance_number(instance: str, config: Mapping[str, Any]) -> int:
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
-    """The part of Triton's ModelConfig that is read here, with its field numbers.
+    """Return a pool with the part of Triton's ModelConfig that is read here, with its field numbers.
 
-    tritonclient has the whole message, but its import brings gRPC into every door: 0.2 s and its threads.
+    tritonclient has the whole message, but importing it loads gRPC into every door: 0.2 s and its threads.
     """
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="tridecode/instances.proto", package="tridecode")

@@ -1,4 +1,4 @@
-"""`ModelConfig`: the shape of a model, frozen once it is read, and the numbers of ranks that can share it.
+"""`ModelConfig`: the immutable shape of a model, and checks that ranks can share it.
 
 The families of backend.models read it from `config.ini` and write it there.
 """
@@ -14,10 +14,10 @@ from tridecode.backend.weights.layout import divides, share_size, stage_layers
 from tridecode.backend.weights.quantization import Quantization
 
 DTYPES = ("fp32", "fp16", "bf16")
-_MAX_RANKS = 1024  # that an error offers
-#: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
+_MAX_RANKS = 1024  # numbers of ranks that an error suggests
+#: FasterTransformer's FT_SEQ_LEN_MAX: the limit if config.ini has none
 DEFAULT_MAX_POSITIONS = 16384
-#: largest number of positions: angles are computed in float32, which has no odd integers beyond it
+#: largest number of positions: angles are computed in float32, which cannot represent odd integers beyond it
 MAX_POSITIONS = 1 << 24
 
 
@@ -25,12 +25,12 @@ MAX_POSITIONS = 1 << 24
 class RopeConfig:
     """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: one of SCALINGS.
 
-    factor: of all scalings but longrope. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow,
-    truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. recompute: longrope; a sequence
-    that grows beyond original_max_positions is computed again with the long factors. attention_factor: cos
-    and sin are multiplied by it. interleaved: each even dimension is rotated against the next (GPT-J); else
-    half against half. An odd size is rounded up, but its frequencies are not those of the next even one.
-    Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
+    factor: used by all scalings except longrope. low_freq_factor, high_freq_factor: llama3. beta_fast,
+    beta_slow, truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. recompute: longrope;
+    a sequence that grows beyond original_max_positions is recomputed with the long factors.
+    attention_factor: cos and sin are multiplied by it. interleaved: each even dimension is rotated against
+    the next (GPT-J); else half against half. An odd size is rounded up, but its frequencies are not those of
+    the next even one. Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
     """
 
     size: int
@@ -52,10 +52,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one layer of a pruned model (docs/guides/pruning.md), of all ranks together.
+    """The sizes of one layer of a pruned model (docs/guides/pruning.md), over all ranks.
 
-    kept_heads: the number that each query head had before pruning, ascending; ALiBi slopes follow it. (): not
-    known.
+    kept_heads: the index of each query head before pruning, ascending, which determines its ALiBi slope; ():
+    not known.
     """
 
     num_heads: int
@@ -71,7 +71,8 @@ _Config = TypeVar("_Config", bound="ModelConfig")
 class ModelConfig:
     """The shape of one model. Sizes are of the whole model, not of a rank.
 
-    num_heads, num_kv_heads, mlp_size: of a pruned model before it was pruned; `of_layer` has a layer's own.
+    num_heads, num_kv_heads, mlp_size: for a pruned model, the sizes before pruning; `of_layer` returns a
+    layer's own.
     """
 
     family: str  # the name of a backend.models.Family
@@ -87,10 +88,10 @@ class ModelConfig:
     norm_eps: float
     start_id: int
     end_id: int
-    weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
+    weight_dtype: str = "fp32"  # dtype of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
     rope: RopeConfig | None = None
-    attention_bias: bool = True  # of query_key_value, and of dense unless dense_bias differs
+    attention_bias: bool = True  # bias of query_key_value, and of dense unless dense_bias differs
     dense_bias: bool | None = None  # None: as attention_bias
     mlp_bias: bool = True
     tied_head: bool = True  # no model.lm_head.weight.bin: the head is the word embedding
@@ -99,19 +100,20 @@ class ModelConfig:
     #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
-    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
     scale_by_layer: bool = False  # layer l (from 0) divides its scale by l + 1
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
-    layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
-    quantization: Quantization | None = None  # of the layers' matrices; None: all files have weight_dtype
+    layer_sizes: tuple[LayerSizes, ...] = ()  # sizes of each layer of a pruned model; (): all as above
+    # quantisation of the layers' matrices; None: all files have weight_dtype
+    quantization: Quantization | None = None
     more_end_ids: tuple[int, ...] = ()  # further tokens that end a text, as end_id does
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
     def of_layer(self: _Config, layer: int) -> _Config:
-        """This config with the sizes of one layer as its own."""
+        """Return this config with the sizes of one layer."""
         if not self.layer_sizes:
             return self
         sizes = self.layer_sizes[layer]
@@ -124,7 +126,7 @@ class ModelConfig:
         )
 
     def largest_layer(self: _Config) -> _Config:
-        """This config with the largest sizes of any layer: for buffers that layers share."""
+        """Return this config with the largest sizes of any layer, for buffers that layers share."""
         if not self.layer_sizes:
             return self
         return replace(
@@ -136,12 +138,12 @@ class ModelConfig:
         )
 
     def mlp_share(self, tensor_size: int) -> int:
-        """The largest share of an MLP that a tensor rank has of any layer, padding included."""
+        """Return the largest share of an MLP, over all layers, that a tensor rank holds, padding included."""
         layers = self.layer_sizes or (self,)
         return max(share_size(layer.mlp_size, tensor_size, padded=True) for layer in layers)
 
     def head_numbers(self, layer: int) -> Sequence[int]:
-        """The number before pruning of each query head of a layer."""
+        """Return the index before pruning of each query head of a layer."""
         if not self.layer_sizes:
             return range(self.num_heads)
         sizes = self.layer_sizes[layer]
@@ -154,7 +156,7 @@ class ModelConfig:
 
     @property
     def long_prompt_tokens(self) -> int:
-        """longrope: all of a longer prompt is rotated with the long factors; 0: another scaling."""
+        """longrope: a longer prompt is rotated entirely with the long factors; 0: another scaling."""
         return max((r.original_max_positions for r in self.ropes if r.scaling == "longrope"), default=0)
 
     @property
@@ -163,9 +165,9 @@ class ModelConfig:
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
-    """Raises ConfigError unless the tensor ranks can share the heads evenly.
+    """Raise ConfigError unless the tensor ranks can share the heads evenly.
 
-    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides. Fewer
+    A matrix may be divisible even if its heads are not: 3 heads of 16 have 48 columns, which 2 divides. Fewer
     key/value heads than ranks are replicated; an MLP that the ranks do not divide is padded with zeros.
     """
     for layer in range(config.num_layers if config.layer_sizes else 1):
@@ -186,10 +188,10 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_para_size: int, where:
 
 
 def check_stages(num_layers: int, pipeline_para_size: int, where: str) -> None:
-    """Raises ConfigError if a pipeline stage would have no layer.
+    """Raise ConfigError if a pipeline stage would have no layer.
 
-    Stages have ceil(layers / stages) layers, the last one what is left: 4 stages of 2 layers would share 6
-    layers among 3.
+    Stages have ceil(layers / stages) layers, the last one the rest: of 6 layers in 4 stages of 2, the last
+    stage would be empty.
     """
     if _has_idle_stage(num_layers, pipeline_para_size):
         each = -(-num_layers // pipeline_para_size)
@@ -208,8 +210,9 @@ def _has_idle_stage(num_layers: int, stages: int) -> bool:
 
 
 def check_ranks(config: ModelConfig, tensor_para_size: int, pipeline_para_size: int) -> None:
-    """Raises ConfigError, which says what would fit, unless every rank gets an equal share of the heads and
-    at least one layer."""
+    """Raise ConfigError, which suggests what fits, unless every rank gets an equal share of the heads and at
+    least one layer.
+    """
     check_tensor_size(config, tensor_para_size)
     check_stages(config.num_layers, pipeline_para_size, config.model_name)
 

@@ -1,7 +1,8 @@
-"""Which GPUs the ranks of an engine take, and what is refused: one rule for an engine of one node, for the
-engines of several instances, and for an engine over nodes. No torch: supervisors ask before any rank starts.
+"""Assigns GPUs to the ranks of an engine: one rule for one node, for several instances, and for several
+nodes.
 
-Two ranks may share a GPU for trials only: it runs them in turns, and each holds its part of the memory.
+No torch: supervisors check before any rank starts. Two ranks may share a GPU for trials only: it time-slices
+them, and each holds its part of the memory.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARE = "TRIDECODE_SHARE_GPUS"  # 1: a GPU that config.pbtxt names twice takes several ranks
+SHARE = "TRIDECODE_SHARE_GPUS"  # 1: a GPU that config.pbtxt names twice runs several ranks
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A GPU for each rank of `engines` engines on one node, or of one engine over `nodes` nodes. tensor,
-    stages: tensor_para_size and pipeline_para_size."""
+    """The GPUs needed by `engines` engines on one node, or by one engine over `nodes` nodes: one per rank.
+
+    tensor, stages: tensor_para_size and pipeline_para_size.
+    """
 
     tensor: int
     stages: int
@@ -38,13 +41,15 @@ class Demand:
         return self.engines * self.ranks // self.nodes
 
     def check(self, count: int, found: str) -> None:
-        """Raises ConfigError where a node has fewer GPUs than ranks. count: its GPUs. found: in words, as in
-        "this node has 2"."""
+        """Raise ConfigError if a node has fewer GPUs than ranks.
+
+        count: its GPUs. found: as text, such as "this node has 2".
+        """
         if count < self.per_node:
             raise ConfigError(f"{self}; {found}: {self._fitting(count)}")
 
     def __str__(self) -> str:
-        """The demand of a node as the subject of a sentence."""
+        """Return the demand of a node as the subject of a sentence."""
         degree = f"tensor_para_size {self.tensor} x pipeline_para_size {self.stages}"
         number = f"{self.per_node} GPU" + ("s" if self.per_node > 1 else "")
         if self.engines > 1:
@@ -54,7 +59,8 @@ class Demand:
 
     def _fitting(self, count: int) -> str:
         """Suggest what would fit into `count` GPUs of each node: fewer engines, or a divisor of the degree,
-        over which heads and layers can be split as well."""
+        over which heads and layers can be split as well.
+        """
         found = []
         if self.engines > 1 and count >= self.ranks:
             found.append(f"{count // self.ranks} instance(s)")
@@ -70,7 +76,7 @@ class Demand:
         return f"{' or '.join(found)} would fit" if found else f"wanted more GPUs ({VISIBLE})"
 
     def _in_words(self, tensor: int, stages: int) -> str:
-        """Only what differs from this demand."""
+        """Describe only what differs from this demand."""
         changes = [] if tensor == self.tensor else [f"tensor_para_size {tensor}"]
         changes += [] if stages == self.stages else [f"pipeline_para_size {stages}"]
         return " x ".join(changes)
@@ -79,11 +85,12 @@ class Demand:
 def engine_gpus(
     groups: Sequence[InstanceGroup], number: int, demand: Demand, devices: str, visible: int, shown: str
 ) -> tuple[int, ...]:
-    """The GPUs of engine `number` on this node in rank order; (): those from `number` * demand.ranks on.
+    """Return the GPUs of engine `number` on this node in rank order; (): those from `number` * demand.ranks
+    on.
 
-    demand: of all engines of instance_group. devices: the parameter of that name. visible: GPUs that this
-    node shows; 0: a CPU, or not known. shown: that number in words. Raises ConfigError, which says what would
-    fit, where a rank has no GPU of its own.
+    demand: that of all engines of instance_group. devices: the parameter of that name. visible: this node's
+    visible GPUs; 0: a CPU, or not known. shown: that number as text. Raises ConfigError, which suggests what
+    fits, if a rank has no GPU of its own.
     """
     assert demand.engines == num_engines(groups)
     if any(group.gpus for group in groups):
@@ -97,7 +104,10 @@ def engine_gpus(
 
 
 def node_gpus(demand: Demand, devices: str, visible: int, shown: str) -> tuple[int, ...]:
-    """The GPUs of a node's ranks that `devices` names; () for "auto". Raises ConfigError, see engine_gpus."""
+    """Return the GPUs that `devices` names for a node's ranks; () for "auto".
+
+    Raises ConfigError, see engine_gpus.
+    """
     if devices == "auto":
         if visible:
             demand.check(visible, shown)
@@ -109,8 +119,10 @@ def node_gpus(demand: Demand, devices: str, visible: int, shown: str) -> tuple[i
 
 
 def check_named(where: str, gpus: Sequence[int], visible: int, shown: str) -> None:
-    """Raises ConfigError where a GPU is missing, or named twice unless SHARE allows it. where: who names
-    them."""
+    """Raise ConfigError if a GPU is missing, or named twice unless SHARE allows it.
+
+    where: the source of the names.
+    """
     missing = [gpu for gpu in gpus if visible and gpu >= visible]
     if missing:
         raise ConfigError(
@@ -130,13 +142,13 @@ def may_share() -> bool:
 
 
 def shown_here(visible: int) -> str:
-    """The number of this node's GPUs in words."""
+    """Return the number of this node's GPUs as text."""
     named = os.environ.get(VISIBLE)
     return f"this node has {visible}" if named is None else f"{VISIBLE} ({named}) shows {visible}"
 
 
 def _listed(groups: Sequence[InstanceGroup], ranks: int, devices: str) -> tuple[int, ...]:
-    """The lists of instance_group, one after the other."""
+    """Return the concatenated lists of instance_group."""
     if devices != "auto":
         raise ConfigError("both parameter devices and gpus of instance_group are given; wanted one of them")
     for group in groups:

@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 @dataclass(frozen=True)
 class Accepted:
-    """Limits of a value beyond its type. wanted: in words, for errors and reference/config_pbtxt.md."""
+    """Limits of a value beyond its type. wanted: as text, for errors and reference/config_pbtxt.md."""
 
     wanted: str
     test: Callable[[Any], bool]

@@ -1,1 +1,1 @@
-"""Code of the rank processes: scheduler, loop, engine."""
+"""The rank processes: scheduler, loop, engine."""

@@ -41,7 +41,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.wire import messages as m
 
-#: a rank that the others' end does not end in this time after Stop ends itself; the supervisor waits 2 s
+#: a rank that is still running this long after Stop exits by itself; the supervisor waits 2 s
 LEAVE_S = 1.5
 
 log = logging.getLogger("tridecode.engine")
@@ -51,22 +51,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-dir", required=True, help="the fastertransformer model of the repository")
     parser.add_argument("--control", required=True, help="the supervisor's endpoint")
-    parser.add_argument("--endpoint", required=True, help="where rank 0 serves the doors")
+    parser.add_argument("--endpoint", required=True, help="address at which rank 0 serves the doors")
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--meeting", help="tcp://HOST:PORT of rank 0 (default: a file beside the endpoint)")
-    parser.add_argument("--meeting-fd", type=int, help="of rank 0: the socket that listens there")
+    parser.add_argument(
+        "--meeting-fd", type=int, help="rank 0: file descriptor of the socket that listens there"
+    )
     parser.add_argument("--local-world", type=int, help="ranks of this node (default: all)")
-    parser.add_argument("--first-device", type=int, default=0, help="of this node's ranks")
-    parser.add_argument("--devices", help="GPUs of the ranks, in place of the parameter of that name")
+    parser.add_argument("--first-device", type=int, default=0, help="first device of this node's ranks")
+    parser.add_argument("--devices", help="GPUs of the ranks, instead of the parameter of that name")
     return parser.parse_args()
 
 
 def make_ranks(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device, joining: Joining
 ) -> Ranks:
-    """This rank's place. Ranks of one node meet through a file beside rank 0's socket."""
+    """Join the ranks. Those of one node meet through a file beside rank 0's socket."""
     if config.tensor_para_size * config.pipeline_para_size == 1:
         return SingleRank()
     url = arguments.meeting or "file://" + arguments.endpoint.removeprefix("ipc://") + ".ranks"
@@ -77,7 +79,7 @@ def make_ranks(
 
 
 def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
-    """Read the settings, load the weights. Raises TridecodeError with the exact reason."""
+    """Read the settings and load the weights. Raises TridecodeError with the exact reason."""
     engine_dir = Path(arguments.engine_dir)
     config = read_engine_config(read_engine_parameters(str(engine_dir)), str(engine_dir / "config.pbtxt"))
     config = with_folders(config, engine_dir)
@@ -96,7 +98,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     link.status.exchange = ranks
     config = resolve(config, model, device)
     assert config.max_step_tokens is not None
-    config = replace(  # chosen from the memory, and the ranks' GPUs may differ
+    config = replace(  # chosen by the memory, which may differ between the ranks' GPUs
         config,
         max_sequences=ranks.smallest(config.slots),
         max_step_tokens=ranks.smallest(config.max_step_tokens),
@@ -128,7 +130,7 @@ class _Progress:
 
 
 def door_limits(engine: Engine) -> m.Limits:
-    """The limits of the model, for the doors."""
+    """Return the limits of the model, for the doors."""
     model, config = engine.model_config, engine.config
     assert config.max_sequence_tokens is not None
     return m.Limits(
@@ -150,7 +152,7 @@ def door_limits(engine: Engine) -> m.Limits:
 
 
 def _tell_failure(link: RankLink, error: BaseException) -> None:
-    """Say why this rank ends, so that the supervisor finds whose fault it is."""
+    """Report why this rank ends, so that the supervisor finds the cause."""
     if isinstance(error, TridecodeError):
         fatal = isinstance(error, (ConfigError, UnsupportedError, WeightFileError))
         kinds = {AgreementError: "group", PeerLost: "peer", EngineDownError: "peer"}
@@ -160,13 +162,13 @@ def _tell_failure(link: RankLink, error: BaseException) -> None:
 
 
 def _give_up(link: RankLink, error: BaseException) -> None:
-    """End the process: the supervisor tells the doors why and starts the next engine."""
+    """Exit: the supervisor tells the doors the reason and starts the next engine."""
     _tell_failure(link, error)
     os._exit(1)
 
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
-    """Rank 0: doors, scheduler and loop, until the supervisor says Stop."""
+    """Run rank 0 (doors, scheduler and loop) until the supervisor sends Stop."""
     scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader), prompt_book(engine))
     front = Front(
         arguments.endpoint,
@@ -190,7 +192,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
 
 
 def serve_as_follower(engine: Engine, link: RankLink) -> None:
-    """A rank > 0: rank 0's plans, until rank 0 ends them."""
+    """Run rank 0's plans on a rank > 0, until rank 0 ends them."""
 
     def leave_soon() -> None:
         timer = threading.Timer(LEAVE_S, os._exit, (0,))
@@ -218,10 +220,10 @@ def main() -> int:
         else:
             serve_as_follower(engine, link)
         return 0
-    except Exception as error:  # the process ends: a client learns no more than this text
+    except Exception as error:  # the process exits: clients see only this text
         log.error("%s", error if isinstance(error, TridecodeError) else traceback.format_exc())
         _tell_failure(link, error)
-    if arguments.world > 1:  # groups that others have left may block an orderly end
+    if arguments.world > 1:  # process groups that others have left may block an orderly exit
         os._exit(1)
     return 1
 

@@ -1,4 +1,4 @@
-"""Rank 0's socket to the doors. One I/O thread owns it, so that the loop never waits for a client.
+"""Rank 0's socket to the doors, owned by an I/O thread so that the loop never waits for a client.
 
 A door is known by its zmq identity, from its Hello until its Goodbye, its death, or DOOR_SILENCE_S without
 a message. Then its requests are cancelled, and each later message is answered with Unknown, so that the door
@@ -38,7 +38,7 @@ class _Door:
 
 
 class Front:
-    """ROUTER at `endpoint`. Requests pile up in an inbox that the loop drains; events go out in the order of
+    """ROUTER at `endpoint`. Requests queue in an inbox that the loop drains; events are sent in the order of
     `send`.
 
     drain, wait, send: for the loop's thread. beat: makes the heartbeat that doors get each BEAT_S.
@@ -83,11 +83,11 @@ class Front:
         return arrived
 
     def wait(self, timeout_s: float) -> None:
-        """Until something arrives, at most timeout_s."""
+        """Wait until something arrives, at most timeout_s."""
         self._arrived.wait(timeout_s)
 
     def wake(self) -> None:
-        """End a `wait` that is in progress. For any thread."""
+        """End a `wait` that is in progress. Any thread."""
         self._arrived.set()
 
     def send(self, events: list[tuple[bytes, m.Event]]) -> None:
@@ -97,7 +97,7 @@ class Front:
             self._bell_out.send(b"")
 
     def close(self) -> None:
-        """Send what is queued, then end the thread."""
+        """Send queued events, then end the thread."""
         self._stopping = True
         self._bell_out.send(b"")
         self._thread.join(2.0)
@@ -143,7 +143,7 @@ class Front:
                 self._look_around()
 
     def _forgive(self, now: float) -> None:
-        """This process was paused: the doors' messages of that time have not been read yet."""
+        """Ignore the doors' silence during a pause of this process: their messages have not been read yet."""
         for door in self._doors.values():
             door.heard_at = now
 
@@ -210,7 +210,7 @@ class Front:
                 self._socket.send_multipart([identity, frame])
 
     def _look_around(self) -> None:
-        """Drop doors whose process has ended; serve new doors again where the socket's file was deleted."""
+        """Drop doors whose process has ended; recreate the socket's file if it was deleted."""
         for identity, door in list(self._doors.items()):
             if door.process is not None and not processes.alive(door.process):
                 log.warning("door %s has died; cancelling its requests", door.name)
@@ -219,6 +219,6 @@ class Front:
         if path != self._endpoint and not os.path.exists(path):
             try:
                 self._socket.bind(self._endpoint)  # the old connections stay open
-                log.warning("the socket %s was deleted; it is there again", path)
+                log.warning("the socket %s was deleted and has been recreated", path)
             except zmq.ZMQError:
-                pass  # its folder is missing: the supervisor makes it again
+                pass  # its folder is missing: the supervisor recreates it

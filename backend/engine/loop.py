@@ -24,7 +24,7 @@ log = logging.getLogger("tridecode.engine")
 _TELL_S = 0.05  # status update interval; heartbeats are rarer
 _IDLE_S = 0.25  # longest wait for a request
 _DEVICE_S = 1.0  # interval at which an idle device is checked
-_POLL_S = 0.0005  # how often a follower that waits for a plan looks after its step in flight
+_POLL_S = 0.0005  # interval at which a follower that waits for a plan checks its step in flight
 
 
 class Status(Protocol):
@@ -37,7 +37,7 @@ class Status(Protocol):
     free_blocks: int
     total_blocks: int
     metrics: dict[str, float]
-    loop: threading.Thread | None  # that runs the steps
+    loop: threading.Thread | None  # thread that runs the steps
     idles: bool  # whether it may sleep for long between steps
 
 
@@ -51,20 +51,23 @@ class DecodeLoop:
     def __init__(self, engine: Engine, scheduler: Scheduler, front: Front, status: Status):
         self.engine, self.scheduler, self.front, self.status = engine, scheduler, front, status
         self._stopping = False
-        self._seconds = 0.0  # spent in steps
+        self._seconds = 0.0  # seconds spent in steps
         self._told = 0.0
         self._checked = 0.0  # the device
         self.background = [run.begin() for run in engine.background]
         scheduler.on_end += [work.offer for work in self.background]
 
     def stop(self) -> None:
-        """End after the current step. For any thread."""
+        """Stop after the current step. Any thread."""
         self._stopping = True
         self.front.wake()
 
     def run(self) -> None:
-        """Until `stop`. Open requests get no more events: the supervisor tells the doors, which end them or
-        give them to the next engine. Raises what a step raises, except out-of-memory."""
+        """Run until `stop`.
+
+        Open requests get no further events: the supervisor notifies the doors, which end them or pass them to
+        the next engine. Raises whatever a step raises, except out-of-memory.
+        """
         self.status.loop = threading.current_thread()
         try:
             self._serve()
@@ -84,7 +87,7 @@ class DecodeLoop:
             self._run_background(live=bool(pending) or self.scheduler.can_step)
             self._tell()
         if self.engine.micro_batches > 1:
-            for _, step in pending:  # the other stages send their results before they take the end
+            for _, step in pending:  # the other stages send their results before they receive the end
                 step.wait()
 
     def _take_requests(self, may_wait: bool) -> None:
@@ -105,7 +108,10 @@ class DecodeLoop:
                 self.scheduler.cancel_door(door)
 
     def _run_background(self, live: bool) -> None:
-        """Run a slice of each feature between steps whose turn it is. live: requests can step, and wait."""
+        """Run a slice of each background feature that is due.
+
+        live: requests are waiting for the next step.
+        """
         for work in self.background:
             if work.may_run(live):
                 self.status.busy_since = self.status.busy_since or time.monotonic()
@@ -114,8 +120,10 @@ class DecodeLoop:
                     self.status.busy_since = 0.0
 
     def _check_device(self) -> None:
-        """Notice a device that died while the engine is idle. Raises the device's error; a device that hangs
-        looks like a step that does not end."""
+        """Notice a device that died while the engine is idle.
+
+        Raises the device's error; a hanging device appears as a step that does not end.
+        """
         now = time.monotonic()
         if now - self._checked >= _DEVICE_S:
             self._checked = self.status.busy_since = now
@@ -127,16 +135,16 @@ class DecodeLoop:
             self.scheduler.submit(door, submit)
         except TridecodeError as error:
             self._refuse(door, submit, str(error), error.code)
-        except Exception as error:  # a fault in the checks ends this request alone
-            log.exception("request %d of a door could not be taken", submit.request)
-            self._refuse(door, submit, f"the engine could not take it: {type(error).__name__}", "INTERNAL")
+        except Exception as error:  # a fault in the checks ends only this request
+            log.exception("request %d of a door could not be accepted", submit.request)
+            self._refuse(door, submit, f"the engine could not accept it: {type(error).__name__}", "INTERNAL")
 
     def _refuse(self, door: bytes, submit: m.Submit, text: str, code: str) -> None:
         self.front.send([(door, m.Event(submit.request, 0, finish="error", error=text, code=code))])
 
     def _launch(self) -> tuple[StepPlan, Pending] | None:
         plan = self.scheduler.plan()
-        self.front.send(self.scheduler.take_events())  # of requests that were cancelled or overdue
+        self.front.send(self.scheduler.take_events())  # events of requests that were cancelled or overdue
         if plan is None:
             return None
         if not self.status.busy_since:
@@ -145,7 +153,7 @@ class DecodeLoop:
             return plan, self.engine.launch(plan)
         except torch.OutOfMemoryError as error:
             if self.engine.ranks.tensor_size * self.engine.ranks.num_stages > 1:
-                raise  # the other ranks are in this step and wait for this one
+                raise  # the other ranks are in this step and wait for this rank
             log.error("a step of %d tokens did not fit in memory: %s", plan.num_tokens, error)
             self._abandon(plan)
             return None
@@ -188,7 +196,7 @@ class DecodeLoop:
 
 
 def follow(engine: Engine, status: Status) -> None:
-    """The loop of a rank > 0: run the plans that rank 0 broadcasts, until it sends the end.
+    """Run the loop of a rank > 0: the plans that rank 0 broadcasts, until it sends the end.
 
     A thread receives the plans, so that rank 0 never waits for this rank's step. On a device that works by
     itself the next plan is launched before the step in flight has ended, as rank 0 does it.
@@ -220,7 +228,7 @@ def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
 
 
 def _next_plan(plans: PlanQueue, pending: Pending | None) -> StepPlan | End | None:
-    """The next plan, or None once the step in flight is done and no plan has arrived."""
+    """Return the next plan, or None once the step in flight is done and no plan has arrived."""
     if pending is None:
         return plans.take()
     while (plan := plans.take(_POLL_S)) is None and not pending.is_done:
@@ -229,7 +237,7 @@ def _next_plan(plans: PlanQueue, pending: Pending | None) -> StepPlan | End | No
 
 
 def _finish(pending: Pending, status: Status, more: bool) -> None:
-    """Wait for a step of a follower. more: another one is in flight."""
+    """Wait for a step of a follower. more: another step is in flight."""
     pending.wait()
     status.steps += 1
     status.busy_since = time.monotonic() if more else 0.0

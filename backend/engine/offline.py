@@ -1,5 +1,6 @@
 """The engine without a server: the scheduler and one rank in this process. For parity checks, tests and
-benchmarks."""
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _DOOR = b"offline"
 
 
 def limits_of(engine: Engine) -> SchedulerLimits:
-    """The scheduler's limits for an engine."""
+    """Return the scheduler's limits for an engine."""
     config = engine.config
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
     return SchedulerLimits(
@@ -69,23 +70,24 @@ def limits_of(engine: Engine) -> SchedulerLimits:
 
 
 def prompt_book(engine: Engine) -> PromptBook:
-    """The scheduler's tables of prompt learning for an engine."""
+    """Return the scheduler's prompt-learning tables for an engine."""
     model, config = engine.model_config, engine.config
     return PromptBook(engine.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
 
 
 def ring_fault(config: ModelConfig, heads: Iterable[Heads]) -> str:
-    """SchedulerLimits.ring_fault: attention that depends on the order of keys. heads: of each layer."""
+    """Return SchedulerLimits.ring_fault: why attention depends on the order of keys. heads: one per layer."""
     for layer in heads:
         if layer.slopes is not None or layer.key_bias is not None:
-            return "this model's attention (ALiBi) needs the distance of every key"
+            return "this model's attention (ALiBi) depends on the distance of every key"
     return "this model's attention has a sliding window of its own" if any(config.windows) else ""
 
 
 class Generation:
     """The result of one request of one prompt: its first sequence, and all of them if there are more.
 
-    sequences: samples, or beams, best first; the first is this object."""
+    sequences: samples, or beams, best first; the first is this object.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -96,7 +98,7 @@ class Generation:
         self._beams = BeamTree()
         self.embedding: np.ndarray | None = None
         self.logits: list[np.ndarray] = []  # (V,) float32 per generated token, with keep_logits
-        self.context_logits = self.generation_logits = b""  # float32, if the request wants them
+        self.context_logits = self.generation_logits = b""  # float32, if the request wants it
         self.context_log_prob = 0.0
         self.perf: Perf | None = None
 
@@ -160,12 +162,13 @@ class OfflineEngine:
     def load(
         cls, directory: str | Path, config: EngineConfig | None = None, keep_logits: bool = False
     ) -> OfflineEngine:
-        """Over a weight directory; `config` as in config.pbtxt, default: fp32 on a GPU if there is one.
+        """Load a weight directory. config: as in config.pbtxt; default: fp32, on a GPU if there is one.
 
-        No request has a deadline, whatever config says: of many that are submitted together most wait long.
+        Requests have no deadline, whatever config says: of many that are submitted together, most wait long.
         """
         model = read_model_config(Path(directory))
-        without: dict[str, Any] = {feature.switch: 0 for feature in BACKGROUND}  # no loop runs them here
+        # no loop runs shadow runs here
+        without: dict[str, Any] = {feature.switch: 0 for feature in BACKGROUND}
         config = replace(config or EngineConfig(), request_timeout_s=math.inf, **without)
         device = choose_device(config)
         engine = Engine.load(Path(directory), model, resolve(config, model, device), SingleRank(), device)
@@ -188,8 +191,11 @@ class OfflineEngine:
         learned: LearnedPrompt | None = None,
         session: SessionRound | None = None,
     ) -> int:
-        """The number of the new request, an index of `generations`. lora_name: of its adapter. learned: the
-        table of its virtual tokens. session: the request is a round of it."""
+        """Submit a request and return its number, an index of `generations`.
+
+        lora_name: name of its adapter. learned: the table of its virtual tokens. session: set if it is a
+        round of a session.
+        """
         number = len(self.generations)
         self.generations.append(Generation())
         request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params, lora_name, learned)
@@ -197,8 +203,11 @@ class OfflineEngine:
         return number
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do. With pipeline stages the steps in flight are
-        committed once there is one for each stage, or nothing to launch."""
+        """Run one step; return False if there was nothing to do.
+
+        With pipeline stages, steps in flight are committed once there is one for each stage, or nothing to
+        launch.
+        """
         plan = self.scheduler.plan()
         if plan is not None:
             self._pending.append((plan, self.engine.launch(plan)))
@@ -228,7 +237,7 @@ class OfflineEngine:
             self.step()
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Generation]:
-        """All prompts, together, to their ends."""
+        """Generate from all prompts together, until all have ended."""
         numbers = [self.submit(prompt, params) for prompt in prompts]
         self.run()
         return [self.generations[number] for number in numbers]
@@ -240,8 +249,9 @@ def run_greedy(
     new_tokens: int,
     config: EngineConfig | None = None,
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Greedy tokens of each prompt, exactly `new_tokens`, and their logits, (new_tokens, V) float32 a
-    prompt."""
+    """Return exactly `new_tokens` greedy tokens for each prompt, and their logits, (new_tokens, V) float32
+    per prompt.
+    """
     config = config or EngineConfig(max_sequences=16)
     offline = OfflineEngine.load(
         directory, replace(config, max_queued_requests=max(len(prompts), 1)), keep_logits=True
@@ -254,7 +264,7 @@ def run_greedy(
 def read_prompts(
     directory: str | Path, prompts: Iterable[list[int]], config: EngineConfig
 ) -> Iterator[np.ndarray]:
-    """The logits at each token of each prompt, (T, V) float32, one prompt after the other."""
+    """Yield the logits at each token of each prompt, (T, V) float32, one prompt after the other."""
     offline = OfflineEngine.load(directory, config)
     wanted = SamplingParams(max_tokens=1, return_context_logits=True)
     for ids in prompts:

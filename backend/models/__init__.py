@@ -1,6 +1,6 @@
 """Model families. A family is a module of this package that defines `FAMILY`; there is no list of them.
 
-Families import torch, so they are loaded on first use; the package itself does without.
+Families import torch, so they are loaded on first use; the package itself does not import torch.
 docs/design/adding_a_family.md explains the parts.
 """
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class Family:
     """A family's interface to the converter, the weight reader and the engine.
 
-    name: ModelConfig.family. title: for messages; tells apart families that share a section. section:
-    of config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's
-    spelling. read: (section, tied_head) to ModelConfig. keys: what `read` reads, beside common_keys.
-    weight_specs: every tensor of the model; file_specs has the files. model: (config, weights, ranks,
+    name: ModelConfig.family. title: for messages; distinguishes families that share a section. section: name
+    in config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's spelling.
+    read: (section, tied_head) to ModelConfig. keys: those that `read` reads besides common_keys.
+        weight_specs: every tensor of the model; file_specs lists the files. model: (config, weights, ranks,
     positions) to the decoder of one rank. recognises: whether a section of this name is the family's.
-    has_slopes: whether positions enter through ALiBi slopes, which belong to single heads; by default where
-    the config has no rotary positions and weight_specs no table of positions.
+    has_slopes: whether the family uses ALiBi slopes, one per head; default: if the config has no rotary
+        positions and weight_specs no table of positions.
     """
 
     name: str
@@ -53,14 +53,15 @@ class Family:
     has_slopes: Callable[[Any], bool] | None = None
 
     def depends_on_heads(self, config: ModelConfig) -> bool:
-        """Return whether a pruned layer must know which of its heads are left."""
+        """Return whether a pruned layer must know which heads it has kept."""
         if self.has_slopes is not None:
             return self.has_slopes(config)
         return config.rope is None and not self.has_position_table(config)
 
     def has_position_table(self, config: ModelConfig) -> bool:
         """Return whether positions are a learned table of finite length; others are computed at any
-        length."""
+        length.
+        """
         return any(spec.name == "model.wpe" for spec in self.weight_specs(config))
 
 
@@ -79,7 +80,7 @@ def family(name: str) -> Family:
 
 
 def check_context(config: ModelConfig, tokens: int) -> None:
-    """Raises ConfigError where the model cannot compute sequences of `tokens` (max_sequence_tokens)."""
+    """Raise ConfigError if the model cannot compute sequences of `tokens` (max_sequence_tokens)."""
     found = f"parameter max_sequence_tokens is {tokens}"
     if tokens > config.max_positions and family(config.family).has_position_table(config):
         raise ConfigError(
@@ -87,7 +88,9 @@ def check_context(config: ModelConfig, tokens: int) -> None:
             f"{config.max_positions} rows (max_pos_seq_len in config.ini): wanted at most that"
         )
     if tokens > MAX_POSITIONS:
-        raise ConfigError(f"{found}; wanted at most {MAX_POSITIONS}: float32 counts no further one by one")
+        raise ConfigError(
+            f"{found}; wanted at most {MAX_POSITIONS}, the largest number of consecutive integers in float32"
+        )
 
 
 def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
@@ -95,7 +98,7 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
 
     tied_head: whether the head is the word embedding; None: if the directory has no model.lm_head.weight.bin.
     Raises ConfigError naming the file, the key, what was found and what was wanted; UnsupportedError for a
-    known setting that this version does not run.
+    known setting that this version does not support.
     """
     path = Path(path)
     if path.is_dir():
@@ -106,7 +109,7 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
 
 
 def check_config(config: ModelConfig) -> None:
-    """Raises ConfigError or UnsupportedError, as read_model_config does, for values that it would refuse."""
+    """Raise ConfigError or UnsupportedError, as read_model_config does, for values that it would refuse."""
     path = Path("config.ini")
     _model_config(parse_ini(model_config_ini(config, 1), path), path, config.tied_head)
 
@@ -115,7 +118,7 @@ def _model_config(sections: dict[str, IniSection], path: Path, tied_head: bool) 
     models = sorted({family.section for family in families().values()} & set(sections))
     if len(models) > 1:
         found = " and ".join(f"[{name}]" for name in models)
-        raise ConfigError(f"{path} has the sections {found}; wanted one, of the model whose files these are")
+        raise ConfigError(f"{path} has the sections {found}; wanted one, that of the model")
     candidates = [family for family in families().values() if family.section in sections]
     for candidate in candidates:
         section = sections[candidate.section]
@@ -136,7 +139,7 @@ def _model_config(sections: dict[str, IniSection], path: Path, tied_head: bool) 
 
 
 def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
-    """The text of config.ini for `config`; read_model_config of it gives `config` back."""
+    """Return the text of config.ini for `config`; read_model_config reads it back as `config`."""
     kind = family(config.family)
     keys = {
         **common_keys(config, tensor_para_size),
@@ -148,5 +151,5 @@ def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
 
 
 def file_specs(config: ModelConfig) -> list[WeightSpec]:
-    """Every file of a directory of this model: its tensors, with the parts of those that are quantised."""
+    """Return every file of a directory of this model: its tensors, and the parts of quantised ones."""
     return stored_specs(family(config.family).weight_specs(config), config.quantization)

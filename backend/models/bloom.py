@@ -1,5 +1,6 @@
 """BLOOM: ALiBi in place of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
-BigScience 2022."""
+BigScience 2022.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ LAYOUT = Layout(embedding_norm=True)
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:
-    """FasterTransformer's converter says post_layernorm of a BLOOM with a residual from the norm, and only of
-    such; its engine then computes another network than BLOOM.
+    """Read section [gpt]; FasterTransformer's converter writes post_layernorm for a BLOOM whose residual is
+    the norm.
 
-    Raises UnsupportedError for a head of that converter, which writes it transposed.
+    Its engine then computes another network than BLOOM. Raises UnsupportedError for a head written by that
+    converter, which transposes it.
     """
     ours = "residual_from_norm" in section.items
     if not (ours or tied_head) and section.text("model_variant", "none").lower().startswith("bloom"):

@@ -1,6 +1,6 @@
 """config.ini: the INI reader, and the keys that several families share. No torch.
 
-The spellings are those of FasterTransformer's `ParallelGptTritonModel.cc`, also in sections of ours.
+The spellings are those of FasterTransformer's `ParallelGptTritonModel.cc`, even in our own sections.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class IniSection:
     """One section of a config.ini in the dialect of INIReader.h. Errors name file, section and key.
 
     A default of None makes a key mandatory. Raises ConfigError for a missing key, a value of another type,
-    and a value that ini_keys.ACCEPTED does not allow. prefix: of its keys in the file, for errors. asked: the
-    keys of the file that were read.
+    and a value that ini_keys.ACCEPTED does not allow. prefix: prefix of its keys in the file, for errors.
+    asked: the keys that were read.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class IniSection:
         self.asked = set() if asked is None else asked
 
     def with_prefix(self, prefix: str) -> IniSection:
-        """The keys that begin with `prefix`, without it."""
+        """Return the keys that begin with `prefix`, without it."""
         own = {key[len(prefix) :]: text for key, text in self.items.items() if key.startswith(prefix)}
         return IniSection(self.path, self.name, own, prefix, self.asked)
 
@@ -75,7 +75,7 @@ class IniSection:
         return value
 
     def wrong(self, key: str, found: object, wanted: str) -> ConfigError:
-        """The error for a value of `key`."""
+        """Return the error for a value of `key`."""
         return ConfigError(f"{self.path}: [{self.name}] {self.prefix}{key} = {found}; wanted {wanted}")
 
     def integer(
@@ -102,7 +102,7 @@ class IniSection:
         return self._convert(key, parse_flag, "true or false", default)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """Numbers with blanks or commas between them: `length` of them, or none."""
+        """Return numbers separated by blanks or commas: `length` of them, or none."""
         text = self.text(key, "")
         try:
             values = tuple(_finite(part) for part in text.replace(",", " ").split())
@@ -113,7 +113,7 @@ class IniSection:
         return values
 
     def integers(self, key: str, length: int, minimum: int = 0) -> tuple[int, ...]:
-        """Whole numbers with blanks or commas between them: `length` of them, or none."""
+        """Return integers separated by blanks or commas: `length` of them, or none."""
         values = self.numbers(key, length)
         if any(value != int(value) or not minimum <= value < 2**31 for value in values):
             found = repr(self.text(key, "")[:80])
@@ -121,19 +121,22 @@ class IniSection:
         return tuple(map(int, values))
 
     def choice(self, key: str, default: str, values: Mapping[str, str]) -> str:
-        """The value that `values` has for the key's text, in any case. UnsupportedError for another text."""
+        """Return the entry of `values` for the key's text, ignoring case.
+
+        Raises UnsupportedError for any other text.
+        """
         text = self.text(key, default).lower()
         if text not in values:
             raise self.unsupported(f"{self.prefix}{key} = {text}", ", ".join(values))
         return values[text]
 
     def demand(self, key: str, value: bool) -> None:
-        """Raises UnsupportedError where the flag is not `value`, its default."""
+        """Raise UnsupportedError unless the flag is `value`, its default."""
         if self.flag(key, value) is not value:
             raise self.unsupported(f"{key} = {str(not value).lower()}", str(value).lower())
 
     def unsupported(self, found: str, supported: str) -> UnsupportedError:
-        """The error for a known setting that this version does not run."""
+        """Return the error for a known setting that this version does not support."""
         return UnsupportedError(f"{self.path}: [{self.name}] {found}; this version runs {supported}")
 
 
@@ -158,15 +161,15 @@ def read_ini(path: Path) -> dict[str, IniSection]:
 def parse_ini(text: str, path: Path) -> dict[str, IniSection]:
     """Sections of the text of an INI file by lower-case name. path: for errors.
 
-    Raises ConfigError if it cannot be parsed, and for a key or a section that is there twice:
-    FasterTransformer joins the values of a repeated key, and a number is then the first.
+    Raises ConfigError if it cannot be parsed, and for a repeated key or section: FasterTransformer joins the
+    values of a repeated key, and a number is then the first.
     """
     parser = configparser.ConfigParser(
         interpolation=None,
         delimiters=("=", ":"),
         comment_prefixes=("#", ";"),
         inline_comment_prefixes=(";",),
-        default_section="\0",  # [DEFAULT] is a section like others
+        default_section="\0",  # [DEFAULT] is an ordinary section
     )
     try:
         parser.read_string(text)
@@ -190,9 +193,10 @@ def _repeated(path: Path, section: str) -> ConfigError:
 
 
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
-    """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
+    """Return the fields of ModelConfig that every family reads in the same way. hidden_size: num_heads *
+    head_size.
 
-    max_positions: the value without a max_pos_seq_len; None: the key is mandatory.
+    max_positions: default of max_pos_seq_len; None: the key is mandatory.
     """
     dtype_text = section.text("weight_data_type").lower()
     dtype = next((known for known in DTYPES if known in dtype_text), None)
@@ -218,7 +222,7 @@ def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POS
 
 
 def read_token(section: IniSection, key: str, vocab_size: int) -> int:
-    """A token id of the vocabulary, or -1 for none."""
+    """Return a token id of the vocabulary, or -1 for none."""
     token = section.integer(key)
     if not -1 <= token < vocab_size:
         wanted = f"0 to {vocab_size - 1}, a token of vocab_size = {vocab_size}, or -1 for none"
@@ -227,7 +231,7 @@ def read_token(section: IniSection, key: str, vocab_size: int) -> int:
 
 
 def read_more_end_ids(section: IniSection, vocab_size: int) -> tuple[int, ...]:
-    """The tokens of end_ids but end_id, which is one of them; () without the key."""
+    """Return the tokens of end_ids without end_id, which must be one of them; () without the key."""
     text = section.text("end_ids", "")
     ids = section.integers("end_ids", len(text.replace(",", " ").split()))
     if not ids:
@@ -241,7 +245,7 @@ def read_more_end_ids(section: IniSection, vocab_size: int) -> tuple[int, ...]:
 
 
 def refuse_experts(section: IniSection) -> None:
-    """UnsupportedError for the keys of a mixture of experts, in the spellings of FasterTransformer."""
+    """Raise UnsupportedError for the keys of a mixture of experts, in FasterTransformer's spellings."""
     if section.integer("expert_num", 0, minimum=0) > 1:
         raise section.unsupported(f"expert_num = {section.integer('expert_num')}", "one MLP in each layer")
     layers = section.text("moe_layers", "")
@@ -287,7 +291,8 @@ def attention_scale_keys(config: ModelConfig) -> dict[str, object]:
 
 def read_kv_heads(section: IniSection, num_heads: int) -> int:
     """Return kv_head_num (ModelConfig.num_kv_heads), or num_heads if absent. Raises ConfigError unless it
-    divides num_heads."""
+    divides num_heads.
+    """
     kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
     if num_heads % kv_heads:
         found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {kv_heads}"
@@ -306,5 +311,5 @@ def read_grouped(section: IniSection) -> dict[str, Any]:
 
 
 def joined(values: Iterable[float]) -> str:
-    """The text of a list of numbers, as IniSection.numbers reads it."""
+    """Return the text of a list of numbers, as read by IniSection.numbers."""
     return " ".join(map(repr, values))

@@ -1,4 +1,4 @@
-"""A step as the layers see it: this rank's place, the buffers of the activations, and their views.
+"""The context of a step for the layers: this rank's place, the buffers of the activations, and their views.
 
 Nothing is allocated in a step: every buffer comes from `Workspace`, so that a CUDA graph can capture it.
 Letters as in kernels.ops.
@@ -20,7 +20,7 @@ from tridecode.kernels.ops import Ops
 
 
 class RowSums(Protocol):
-    """The sum over the tensor ranks, fused with what comes after it: kernels.peer_sums.PeerSums."""
+    """The sum over the tensor ranks, fused with the operation after it: kernels.peer_sums.PeerSums."""
 
     def add_rows(
         self,
@@ -49,7 +49,8 @@ class Ranks(Protocol):
 
     def row_sums(self, x: Tensor) -> RowSums | None:
         """Return the kernel that sums rows such as x over the tensor group in one launch; None: use
-        all_reduce."""
+        all_reduce.
+        """
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -67,17 +68,18 @@ class Ranks(Protocol):
 class Workspace:
     """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share.
 
-    H, K and F are those of the largest layer; a smaller one uses the front of a buffer (Context.parts).
+    H, K and F are those of the largest layer; a smaller one uses the first columns (Context.parts).
     """
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
     context: Tensor  # (T, H * D)
     mlp: Tensor  # (T, F)
-    #: (T, C) a tensor rank's partial sums and then their norm, or what is normalised before it is added
+    #: (T, C) a tensor rank's partial sums and then their norm, or values that are normalised before they are
+    #: added
     delta: Tensor
     last: Tensor  # (R, C) rows that are sampled from
-    logits: Tensor  # (R, V) float32, or (R, VocabShare.size) where ranks share the vocabulary
+    logits: Tensor  # (R, V) float32, or (R, VocabShare.size) if ranks share the vocabulary
 
     @classmethod
     def allocate(
@@ -129,8 +131,10 @@ class Context:
         return self.parts("mlp", layer.down.weight.shape[1]).whole
 
     def parts(self, name: str, columns: int) -> Parts:
-        """The front of a buffer of the workspace as (T, columns), contiguous: a layer may be narrower than
-        another. Made once for all layers of a width: a view costs the host as much as a launch."""
+        """Return the front of a workspace buffer as (T, columns), contiguous: layers may differ in width.
+
+        Views are created once for all layers of a width: a view costs the host as much as a launch.
+        """
         found = self._parts.get((name, columns))
         if found is None:
             tokens = self.num_tokens
@@ -141,7 +145,7 @@ class Context:
 
 
 class Parts(NamedTuple):
-    """A buffer of a step: the whole, the rows of decoding sequences, those of prompts."""
+    """A buffer of a step: all rows, the decode rows, the prefill rows."""
 
     whole: Tensor
     decodes: Tensor
@@ -149,7 +153,7 @@ class Parts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The input of a product: norm(x), which the product computes; x alone where that is done (norm None)."""
+    """The input of a GEMM: norm(x), fused into the GEMM; norm None: x is already normalised."""
 
     x: Tensor  # (T, C)
     norm: Norm | None

@@ -1,6 +1,6 @@
 """A decoder on one rank: its weights, and the residual forms in which families arrange attention and MLP.
 
-A family subclasses `Decoder` and says in `forward` which form it has. Letters as in kernels.ops.
+A family subclasses `Decoder` and chooses its form in `forward`. Letters as in kernels.ops.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tridecode.kernels.operands import CacheLayer, DecoderLayer, Heads, Linear, 
 class Decoder:
     """The layers of a rank's pipeline stage, with its share of heads and of the MLP.
 
-    heads: those of each layer of the stage, one object where they are the same, from stage_heads.
-    vocab: this rank's ids, where the weights of embedding and head are cut by vocabulary; else None.
-    Raises ConfigError if the tensor ranks cannot share the heads or the MLP.
+    heads: those of each layer of the stage, from stage_heads; equal ones are one object. vocab: this rank's
+    ids if embedding and head are split by vocabulary; else None. Raises ConfigError if the tensor ranks
+    cannot share the heads or the MLP.
     """
 
-    layout: Layout  # the family's
-    embedding_scale: float = 1.0  # `embed` multiplies the rows of the table by it
+    layout: Layout  # config of the family
+    embedding_scale: float = 1.0  # factor by which `embed` multiplies the rows of the table
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         check_ranks(config, ranks.tensor_size, ranks.num_stages)
@@ -58,8 +58,9 @@ class Decoder:
         self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
-        """The heads of each layer: here all share the config's rotary positions, if it has any, and have the
-        windows of `config.windows`."""
+        """Return the heads of each layer: all share the config's rotary positions, if any, and use
+        `config.windows`.
+        """
         config, rope = self.config, None
         if config.rope is not None:
             rope = rope_table(config.rope, num_positions, self.device, config.long_prompt_tokens)
@@ -68,10 +69,10 @@ class Decoder:
         )
 
     def layer_heads(self, ranks: Ranks, fields: Callable[[int], dict[str, Any]]) -> list[Heads]:
-        """The heads of each layer of the stage, with the sizes of the layer; one object where they are equal.
+        """Return the heads of each layer of the stage, with the layer's sizes; equal ones are one object.
 
-        fields: of a layer (its number in the model), for make_heads; equal tensors must be one object. slopes
-        and key_bias are those of the heads of an unpruned layer.
+        fields(layer number): arguments of make_heads; equal tensors must be one object. slopes and key_bias
+        belong to the heads of an unpruned layer.
         """
         kinds: dict[object, Heads] = {}
         every = {layer: fields(layer) for layer in self.stage}
@@ -102,7 +103,7 @@ class Decoder:
         )
 
     def with_head_norms(self, weights: Weights, centred: bool = False) -> list[Heads]:
-        """`heads` with the norms of query and key heads of their layers. centred: see Weights.norm."""
+        """Return `heads` with the query and key norms of their layers. centred: see Weights.norm."""
 
         def normed(held: Heads, layer: int) -> Heads:
             query, key = (
@@ -115,7 +116,8 @@ class Decoder:
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         """Return a LayerNorm if there is a bias file, else an RMSNorm; families with other norms override
-        it."""
+        it.
+        """
         return weights.norm(name, self.config.norm_eps)
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
@@ -133,7 +135,7 @@ class Decoder:
         )
 
     def embed(self, context: Context, x: Tensor) -> None:
-        """x: (T, C), written: the embedded tokens."""
+        """Write the embedded tokens to x (T, C)."""
         self.look_up(context, x)
 
     def look_up(
@@ -143,10 +145,10 @@ class Decoder:
         position_table: Tensor | None = None,
         norm: Norm | None = None,
     ) -> None:
-        """x = norm(the rows of the word embedding (+ those of position_table at the batch's positions)).
+        """Compute x = norm(rows of the word embedding (+ rows of position_table at the batch's positions)).
 
-        Where the ranks share the vocabulary, each looks up its ids and zeros the other rows of x; the sum
-        over the ranks then has the bits of the whole table's look-up.
+        If the ranks share the vocabulary, each looks up its own ids and zeros the other rows of x; the sum
+        over the ranks is then bit-identical to a look-up in the whole table.
         """
         batch, vocab = context.batch, self.vocab
         context.ops.embed(
@@ -168,7 +170,8 @@ class Decoder:
 
     def logits(self, context: Context, x: Tensor) -> Tensor:
         """Return float32 logits (R, V) of the batch's sampled rows; if the ranks share the vocabulary, (R,
-        size) of this rank's ids, whose columns from `count` on are padding."""
+        size) of this rank's ids, whose columns from `count` on are padding.
+        """
         rows = context.batch.sample_tokens
         last, out = context.work.last[: rows.shape[0]], context.work.logits[: rows.shape[0]]
         context.ops.gather_rows(x, rows, out=last)
@@ -235,7 +238,7 @@ class Decoder:
             add_normed(context, x, mlp, layer.down, norms[1])
 
     def _first_rows(self, x: Tensor) -> Rows:
-        """The input of the first layer's attention; a stage may have no layer."""
+        """Return the input of the first layer's attention; a stage may have no layer."""
         return Rows(x, self.layers[0].attention_norm if self.layers else None)
 
     @cached_property
@@ -245,6 +248,6 @@ class Decoder:
 
 
 def seen_window(config: ModelConfig, layer: int, num_positions: int) -> int:
-    """The window of a layer; 0 where no sequence is longer than it."""
+    """Return the window of a layer; 0 if no sequence is longer than it."""
     window = config.window(layer)
     return window if window < num_positions else 0

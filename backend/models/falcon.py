@@ -1,5 +1,6 @@
-"""Falcon: rotary positions or ALiBi, attention and MLP in parallel or in sequence, one kv head, some or all.
-Almazrouei et al. 2023. The "new decoder" (40B, 180B) has grouped heads and a norm each for attention and MLP.
+"""Falcon: rotary positions or ALiBi, attention and MLP in parallel or in sequence, one, several or all kv
+heads. Almazrouei et al. 2023. The "new decoder" (40B, 180B) has grouped heads and a norm each for attention
+and MLP.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tridecode.kernels.operands import CacheLayer, Heads, Norm
 
 @dataclass(frozen=True)
 class FalconConfig(ModelConfig):
-    """mlp_norm: attention and MLP in parallel have a norm each, ln_attn and ln_mlp. rope None: ALiBi."""
+    """mlp_norm: parallel attention and MLP each have a norm, ln_attn and ln_mlp. rope None: ALiBi."""
 
     mlp_norm: bool = False
 
@@ -74,7 +75,7 @@ def layout(config: FalconConfig) -> Layout:
 
 
 def attention_norm(config: FalconConfig, name: str) -> str:
-    """The name of input_layernorm beside ln_mlp: ln_attn."""
+    """Return the name of attention's norm: ln_attn if there is ln_mlp, else input_layernorm."""
     return name.replace(".input_layernorm", ".ln_attn") if config.mlp_norm else name
 
 
@@ -83,8 +84,9 @@ def weight_specs(config: FalconConfig) -> list[WeightSpec]:
 
 
 def alibi_bias(num_heads: int, num_positions: int, scale: float) -> Tensor:
-    """(num_heads, num_positions) float32: ALiBi of Falcon, which transformers rounds to bfloat16 and scales
-    as the scores."""
+    """Return (num_heads, num_positions) float32: Falcon's ALiBi, which transformers rounds to bfloat16 and
+    scales like the scores.
+    """
     slopes = alibi_slopes(num_heads).bfloat16()[:, None]
     return (slopes * torch.arange(num_positions)).float() * scale
 
@@ -99,8 +101,11 @@ class Model(Decoder):
         super().__init__(config, weights, ranks, num_positions)
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
-        """The rounding of ALiBi is kept in float32 alone: in 16 bit it is as coarse as the arithmetic, and
-        the kernels have slopes only."""
+        """Return the heads of each layer.
+
+        ALiBi is rounded as in transformers only in float32: in 16 bit the rounding is as coarse as the
+        arithmetic, and the kernels have only slopes.
+        """
         config, device = self.config, self.device
         if config.rope is not None:
             return super().stage_heads(ranks, num_positions)

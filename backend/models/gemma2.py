@@ -1,5 +1,8 @@
-"""Gemma 2: Gemma with norms around attention and MLP, soft caps of scores and logits, and a window in every
-other layer. Gemma Team 2024."""
+"""Gemma 2: Gemma with norms around attention and MLP, soft caps of scores and logits, and a sliding window in
+every other layer.
+
+Gemma Team 2024.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ _NUMBERS = {
 @dataclass(frozen=True)
 class Gemma2Config(ModelConfig):
     """query_scalar: scores are divided by its square root. attention_softcap, logit_softcap: s becomes
-    cap * tanh(s / cap); 0: no cap."""
+    cap * tanh(s / cap); 0: no cap.
+    """
 
     query_scalar: float = 256.0
     attention_softcap: float = 0.0
@@ -41,7 +45,7 @@ class Gemma2Config(ModelConfig):
 
 
 def gemma2_fields(section: IniSection, tied_head: bool) -> dict[str, Any]:
-    """The fields of Gemma2Config but its family."""
+    """Return the fields of Gemma2Config except its family."""
     fields = llama_fields(section, tied_head)
     numbers = {field: section.number(key, getattr(Gemma2Config, field)) for key, field in _NUMBERS.items()}
     windows = read_windows(section, fields["num_layers"])

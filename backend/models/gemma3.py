@@ -1,5 +1,8 @@
-"""Gemma 3, its text model: Gemma 2 with an RMSNorm of each query and key head before the rotation, and rotary
-positions of their own in the layers with a window. Gemma Team 2025."""
+"""Gemma 3's text model. Gemma Team 2025.
+
+Gemma 2 with an RMSNorm of each query and key head before the rotation, and separate rotary positions in the
+layers with a window.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ LOCAL = "local_"
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """local_rope: of the layers with a window; `rope` is that of the others."""
+    """local_rope: rotary positions of the layers with a window; `rope` applies to the others."""
 
     local_rope: RopeConfig | None = None
 

@@ -26,7 +26,7 @@ from tridecode.backend.models.weights import Weights
 from tridecode.kernels.operands import CacheLayer, Heads
 
 LAYOUT = Layout(positions=True)
-#: the flags that tell the families of this section apart; FasterTransformer's defaults are GPT-2
+#: flags that distinguish the families of this section; FasterTransformer's defaults mean GPT-2
 GPT2_FLAGS = {
     "has_positional_encoding": True,
     "has_pre_decoder_layernorm": False,
@@ -40,8 +40,11 @@ def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
 
 
 def is_opt(section: IniSection) -> bool:
-    """OPT has GPT-2's flags. It names itself, or has another arrangement of norms. A pre-norm OPT that
-    FasterTransformer's converter wrote is GPT-2's network and is read as such."""
+    """Return whether the section is an OPT's. OPT has GPT-2's flags, but names itself or places its norms
+    differently.
+
+    A pre-norm OPT written by FasterTransformer's converter is the network of GPT-2 and is read as such.
+    """
     return (
         section.text("model_variant", "").lower().startswith("opt-")
         or section.text("layernorm_type", "pre_layernorm").lower() == "post_layernorm"
@@ -56,9 +59,10 @@ def recognises(section: IniSection) -> bool:
 def read_gpt_section(
     family: str, section: IniSection, tied_head: bool, norm_types: tuple[str, ...] = (), **extra
 ) -> ModelConfig:
-    """ModelConfig of a pre-norm decoder with a final LayerNorm. UnsupportedError for another network.
+    """Return the ModelConfig of a pre-norm decoder with a final LayerNorm. UnsupportedError for another
+    network.
 
-    norm_types: values of layernorm_type that the family reads beside pre_layernorm.
+    norm_types: values of layernorm_type that the family accepts besides pre_layernorm.
     """
     known = ("pre_layernorm", *norm_types)
     section.choice("layernorm_type", "pre_layernorm", dict(zip(known, known)))

@@ -24,7 +24,9 @@ BIAS_SUM = "mlp.attention.bias.sum"
 @dataclass(frozen=True)
 class GptNeoXConfig(ModelConfig):
     """bias_sum: one file holds the sum of the biases of dense and dense_4h_to_h, as in FasterTransformer's
-    directories of the parallel form. Ours keep both, as a sum rounded to 16 bit is not transformers'."""
+    directories of parallel layers. Ours store both, because a sum rounded to 16 bit differs from
+    transformers' result.
+    """
 
     bias_sum: bool = False
 

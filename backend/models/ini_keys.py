@@ -1,8 +1,8 @@
-"""The keys of config.ini: what each means, and the error for a misspelt one. No torch.
+"""The keys of config.ini: their meanings, and the errors for misspelt ones. No torch.
 
 Types, defaults and families are not repeated here: `python -m tridecode.tools.generated_docs.config` reads
-sections with every family and records the keys that it reads. A key that a family reads has a row here, and
-the reverse (`tests/tools/generated_docs/test_config_docs.py`).
+sections with every family and records the keys that it reads. Every key that a family reads has a row here,
+and vice versa (`tests/tools/generated_docs/test_config_docs.py`).
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ ACCEPTED = {
     "rope_beta_slow": _POSITIVE,
     "rope_attention_factor": _POSITIVE,
 }
-#: written by converters, and not read: the same in every family
+#: written by converters and ignored, in every family
 NOT_READ = {
     "tensor_para_size": "degree that the files were written for: found from the files",
-    "int8": "of FasterTransformer's OPT converter",
+    "int8": "written by FasterTransformer's OPT converter",
     "adapter_inter_size": "of `has_adapters`",
     "num_tasks": "tasks of prompt learning",
     "prompt_learning_start_id": "of prompt learning",
@@ -125,11 +125,13 @@ TASK_KEYS = {
 }
 #: prefix of the rotary keys of Gemma 3's layers with a window
 LOCAL = "local_"
-_CUTOFF = 0.88  # below: layer_norm_epsilon, which converters copied from Hugging Face, and layernorm_eps
+# minimum similarity; below it: layer_norm_epsilon, which converters copied from Hugging Face, and
+# layernorm_eps
+_CUTOFF = 0.88
 
 
 def refuse_misspelt(section: IniSection) -> None:
-    """ConfigError for a key that resembles one of KEYS which the section does not have.
+    """Raise ConfigError for a key that resembles one of KEYS that the section lacks.
 
     Other unknown keys are ignored, as FasterTransformer does: some of its converters wrote their own options
     and all of Hugging Face's config into the section.
@@ -152,17 +154,17 @@ _THEIRS = {
 
 
 def refuse_unread(section: IniSection, title: str) -> None:
-    """ConfigError for a key of ours that changes other networks and that this one did not read."""
+    """Raise ConfigError for one of our keys that changes other networks but was not read for this one."""
     for name, text in section.items.items():
         key = name.removeprefix(LOCAL)
         if text.strip().lower() in ("", "false", "no", "off", "0", "0.0", "none"):
-            continue  # what the network does
+            continue  # describes the network
         if key in KEYS and key not in _THEIRS and name not in section.asked:
             raise section.wrong(name, text[:80], f"no such key: {title} does not read it")
 
 
 def misspelt(name: str, absent: Iterable[str]) -> str | None:
-    """The absent key that an unknown name resembles."""
+    """Return the absent key that an unknown name resembles."""
     if name in KEYS or name in NOT_READ:
         return None
     return next(iter(difflib.get_close_matches(name[:64], list(absent), 1, _CUTOFF)), None)

@@ -9,23 +9,23 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.model_config import LayerSizes, ModelConfig
 from tridecode.backend.models.config_ini import IniSection
 
-#: field of LayerSizes -> key; a missing key: every layer as the whole model
+#: field of LayerSizes -> key; without the key, every layer has the model's size
 _KEYS = {
     "num_heads": "head_num_per_layer",
     "num_kv_heads": "kv_head_num_per_layer",
     "mlp_size": "inter_size_per_layer",
 }
 _KEPT_HEADS = "kept_heads_per_layer"
-_NONE = "-"  # of a layer whose kept heads are not known, or that has all
+_NONE = "-"  # value of a layer whose kept heads are unknown, or that has kept all
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def read_layer_sizes(section: IniSection, config: _Config) -> _Config:
-    """`config` with the sizes of its layers, if the section has any of the keys.
+    """Return `config` with the sizes of its layers, if the section has any of the keys.
 
-    Raises ConfigError naming file, key, what was found and what was wanted for lists of another length, sizes
-    that the unpruned model cannot have, and heads that its key/value heads cannot share.
+    Raises ConfigError that names file, key, found and wanted, for lists of the wrong length, sizes beyond the
+    unpruned model's, and heads that are not a multiple of the key/value heads.
     """
     lists = {field: _sizes(section, key, config, field) for field, key in _KEYS.items()}
     kept = _kept_heads(section, config)

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: attention over a paged cache, and products summed over the tensor ranks.
+"""The parts of a decoder layer: attention over a paged cache, and GEMMs summed over the tensor ranks.
 
 Letters as in kernels.ops. A part allocates nothing: every buffer comes from `context.Workspace`.
 """
@@ -20,9 +20,11 @@ from tridecode.kernels.operands import CacheLayer, DecoderLayer, Heads, Linear, 
 
 
 def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, cache: CacheLayer) -> Tensor:
-    """(T, H * D): causal attention of the rows over the cache; writes the new keys and values to it.
+    """Return (T, H * D), causal attention of the rows over the cache; writes the new keys and values to the
+    cache.
 
-    rows: None where the buffer "qkv" has the product of project_qkv already, and nothing else is done."""
+    rows: None if the buffer "qkv" already holds the output of project_qkv, but not yet rotated or cached.
+    """
     ops, batch = context.ops, context.batch
     projected = context.parts("qkv", heads.qkv_size)
     out = context.parts("context", heads.num_heads * heads.head_size)
@@ -43,10 +45,10 @@ def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, ca
 def add_linears(
     context: Context, residual: Tensor, *products: tuple[Tensor, Linear], norm: Norm | None = None
 ) -> Rows:
-    """residual += x @ weight.T + bias of each (x, linear), summed over the tensor ranks.
+    """Compute residual += x @ weight.T + bias of each (x, linear), summed over the tensor ranks.
 
-    Returns the residual as the next product's input, which `norm` normalises: where the sum over the ranks
-    computes the norm too, its rows are in work.delta until the next call.
+    Returns the residual, normalised by `norm`, as the next GEMM's input. If the sum over the ranks also
+    computes the norm, its rows are in work.delta until the next call.
     """
     if context.ranks.tensor_size == 1:
         for x, linear in products:
@@ -64,7 +66,8 @@ def add_linears(
 
 class Following(NamedTuple):
     """The attention of the next layer: its norm, its QKV projection, and that projection's number of
-    columns."""
+    columns.
+    """
 
     norm: Norm
     qkv: Linear
@@ -79,9 +82,11 @@ def finish_layer(
     activation: str,
     following: Following | None,
 ) -> bool:
-    """A layer behind its attention, x += dense(attended) and x += mlp(norm(x)), and the product of
-    project_qkv of the layer that follows, in one launch, if the operations have one for them. False: not
-    done. Of a rank that sums with no other."""
+    """Compute the rest of a layer after its attention in one launch, if the operations have one.
+
+    That is x += dense(attended), x += mlp(norm(x)) and project_qkv of the following layer. Returns False if
+    nothing was done. Only without tensor parallelism.
+    """
     mlp = context.mlp(layer)
     products = [
         Product(attended, layer.dense, x, residual=x),
@@ -95,7 +100,7 @@ def finish_layer(
 
 
 def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:
-    """x = norm(x + y @ weight.T + bias) of the product (y, linear), summed over the tensor ranks."""
+    """Compute x = norm(x + y @ weight.T + bias) of (y, linear), summed over the tensor ranks."""
     sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(x)
     if sums is None:
         add_linears(context, x, product)
@@ -106,7 +111,7 @@ def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], no
 
 
 def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, norm: Norm) -> None:
-    """residual += norm(x @ weight.T + bias), the product summed over tensor ranks."""
+    """Compute residual += norm(x @ weight.T + bias), with the GEMM summed over tensor ranks."""
     sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(residual)
     if sums is None:
         delta = _sum_over_ranks(context, (x, linear))
@@ -119,7 +124,7 @@ def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, no
 
 
 def add_over_ranks(context: Context, x: Tensor, norm: Norm | None) -> None:
-    """x = norm(the sum of every rank's x); no norm: the sum."""
+    """Compute x = norm(the sum of every rank's x), or the sum without a norm."""
     sums = context.ranks.row_sums(x)
     if sums is not None:
         sums.add_rows(x, norm=norm, out=x if norm is None else None, normed=None if norm is None else x)
@@ -130,15 +135,17 @@ def add_over_ranks(context: Context, x: Tensor, norm: Norm | None) -> None:
 
 
 def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tensor:
-    """(T, C): the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
-    # the bias is whole on every rank: only the first adds it
+    """Return (T, C), the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
+    # every rank has the whole bias: only the first adds it
     delta = _partial_sums(context, context.ranks.tensor_rank == 0, *products)
     context.ranks.all_reduce(delta)
     return delta
 
 
 def _partial_sums(context: Context, with_biases: bool, *products: tuple[Tensor, Linear]) -> Tensor:
-    """(T, C): this rank's part of the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
+    """Return (T, C), this rank's part of the sum of x @ weight.T + bias of each (x, linear), in
+    work.delta.
+    """
     delta = context.work.delta[: context.num_tokens]
     for index, (x, linear) in enumerate(products):
         partial = linear if with_biases or linear.bias is None else replace(linear, bias=None)
@@ -151,10 +158,11 @@ def _biases(products: Sequence[tuple[Tensor, Linear]]) -> list[Tensor]:
 
 
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> Tensor:
-    """(num_heads,) float32 slopes of Press et al. 2022, with their rule where that is not a power of two.
+    """Return the (num_heads,) float32 slopes of Press et al. 2022, with their rule for numbers that are not
+    powers of two.
 
     2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
-    sequence for 2n. largest: in place of the 8 (MPT's alibi_bias_max).
+    sequence for 2n. largest: replaces the 8 (MPT's alibi_bias_max).
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
@@ -171,9 +179,12 @@ def make_heads(
     key_bias: Tensor | None = None,
     **fields: Any,
 ) -> Heads:
-    """This rank's share of the heads of a layer. slopes: (num_heads,), key_bias: (num_heads, positions), of
-    all ranks. scale: of the scores; None: attention_scale's. fields: further ones of Heads."""
-    assert not config.layer_sizes, "layers differ in heads: Decoder.layer_heads makes those of each"
+    """Return this rank's share of the heads of a layer.
+
+    slopes: (num_heads,), key_bias: (num_heads, positions), of all ranks. scale: factor of the scores; None:
+    attention_scale's. fields: further fields of Heads.
+    """
+    assert not config.layer_sizes, "layers differ in heads: use Decoder.layer_heads"
     num_heads = config.num_heads // ranks.tensor_size
     mine = slice(ranks.tensor_rank * num_heads, (ranks.tensor_rank + 1) * num_heads)
     if slopes is not None:

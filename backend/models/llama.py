@@ -26,10 +26,11 @@ GATED = {"silu": "swiglu", "gelu_tanh": "geglu_tanh", "gelu": "geglu"}
 def llama_fields(
     section: IniSection, tied_head: bool, attention_bias: bool = False, odd_rotary: bool = False
 ) -> dict[str, Any]:
-    """The fields of ModelConfig of a decoder with grouped heads, rotary positions and a gated MLP, but its
-    family. The keys are ours, in FasterTransformer's spelling.
+    """Return the ModelConfig fields, except family, of a decoder with grouped heads, rotary positions and a
+    gated MLP.
 
-    attention_bias: the value without attn_bias. odd_rotary: as in read_rope.
+    The keys are ours, in FasterTransformer's spelling. attention_bias: default of attn_bias. odd_rotary: as
+    in read_rope.
     """
     common = read_grouped(section)
     gates = {key: value for key, value in ACTIVATIONS.items() if value in GATED}

@@ -1,5 +1,6 @@
 """MPT: ALiBi, LayerNorm without bias, no biases at all, optionally clipped queries, keys and values. MosaicML
-2023."""
+2023.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ACTIVATION = "gelu"
 
 @dataclass(frozen=True)
 class MptConfig(ModelConfig):
-    """alibi_bias_max: of layers.alibi_slopes. qkv_limit: as in kernels.operands.Heads."""
+    """alibi_bias_max: `largest` of layers.alibi_slopes. qkv_limit: as in kernels.operands.Heads."""
 
     alibi_bias_max: float = 8.0
     qkv_limit: float = 0.0

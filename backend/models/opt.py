@@ -2,7 +2,7 @@
 two projections. Zhang et al. 2022.
 
 It shares the section [gpt] of config.ini with GPT-2. FasterTransformer's converter multiplies the projections
-into model.wte and model.lm_head; our directories keep them, and the product is computed at load.
+into model.wte and model.lm_head; our directories store them separately, and the product is computed at load.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ PROJECTIONS = "model.project_in.weight", "model.project_out.weight"
 
 @dataclass(frozen=True)
 class OptConfig(ModelConfig):
-    """embedding_size: columns of the word embedding and of the head; the projections exist where it is not
-    hidden_size. final_norm: a LayerNorm before the head. norm_weights: norms have weights and biases."""
+    """embedding_size: columns of the word embedding and of the head; the projections exist if it differs from
+    hidden_size. final_norm: a LayerNorm before the head. norm_weights: norms have weights and biases.
+    """
 
     embedding_size: int = 0
     final_norm: bool = True
@@ -133,7 +134,7 @@ class Model(GptModel):
 
 
 def product(rows: Tensor, matrix: Tensor, chunk: int = 4096) -> Tensor:
-    """rows (V, E) @ matrix (E, C), rounded once; `chunk` rows at a time are in float64."""
+    """Return rows (V, E) @ matrix (E, C), rounded once; computed in float64, `chunk` rows at a time."""
     out, wide = rows.new_empty(rows.shape[0], matrix.shape[1]), matrix.double()
     for first in range(0, rows.shape[0], chunk):
         out[first : first + chunk] = rows[first : first + chunk].double() @ wide

@@ -1,6 +1,6 @@
 """Phi-3: LLaMA with partial rotary positions, LongRoPE and a sliding window. Abdin et al. 2024.
 
-With LongRoPE, a sequence that grows beyond the original length is computed again with the long factors
+With LongRoPE, a sequence that grows beyond the original length is recomputed with the long factors
 (RopeConfig.recompute), as transformers does.
 """
 

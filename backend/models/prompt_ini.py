@@ -38,7 +38,8 @@ class PromptSection:
 
 def read_prompt_section(directory: Path, model: ModelConfig) -> PromptSection:
     """Read the prompt-learning sections of a directory's config.ini. Raises ConfigError naming file, section
-    and key."""
+    and key.
+    """
     sections = read_ini(Path(directory) / "config.ini")
     section = next((s for s in sections.values() if "vocab_size" in s.items), None)
     if section is None:
@@ -81,14 +82,15 @@ def _type(section: IniSection, default: int) -> int:
 
 
 def prefix_spec(name: str, model: ModelConfig, length: int) -> WeightSpec:
-    """FasterTransformer's file of a prefix: (layers, 2, K, length, D), 2: keys and values, heads split over
-    ranks."""
+    """Return the spec of FasterTransformer's prefix file: (layers, 2 (keys and values), K, length, D), heads
+    split over ranks.
+    """
     shape = (model.num_layers, 2, model.num_kv_heads, length, model.head_size)
     return WeightSpec(name, shape, axis=2, heads=(model.num_kv_heads,))
 
 
 def task_spec(task: PromptTask, model: ModelConfig) -> WeightSpec:
-    """The file or files of a task's table."""
+    """Return the spec of the file or files of a task's table."""
     if task.kind == PREFIX_PROMPT:
         return prefix_spec(f"model.prefix_prompt.{task.name}.weight", model, task.length)
     return WeightSpec(f"model.prompt_table.{task.name}.weight", (task.length, model.hidden_size))

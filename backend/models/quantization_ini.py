@@ -1,4 +1,7 @@
-"""The keys of config.ini that say how a directory is quantised (docs/guides/quantization.md). No torch."""
+"""The keys of config.ini that describe the quantisation of a directory (docs/guides/quantization.md).
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def read_quantization(section: IniSection, config: _Config) -> _Config:
-    """`config` with its quantization, if the section has weight_quantization.
+    """Return `config` with its quantization, if the section has weight_quantization.
 
-    Raises UnsupportedError for an unknown format, ConfigError for keys that do not fit together.
+    Raises UnsupportedError for an unknown format, ConfigError for inconsistent keys.
     """
     weights = section.choice("weight_quantization", "none", _FORMATS)
     found = Quantization(

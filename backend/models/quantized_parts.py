@@ -1,6 +1,6 @@
-"""From the files of a quantised matrix to a rank's QuantizedWeight, and the way back.
+"""Converts the files of a quantised matrix to a rank's QuantizedWeight, and back.
 
-Files are (in, out), as all weight files; a QuantizedWeight is (out, in).
+Files are (in, out), like all weight files; a QuantizedWeight is (out, in).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, packed, unpacke
 
 
 def file_tensors(weight: QuantizedWeight, spec: WeightSpec, quantization: Quantization) -> dict[str, Tensor]:
-    """The contents of the files of a whole matrix, by the names of quantization.specs(spec)."""
+    """Return the contents of the files of a whole matrix, by the names of quantization.specs(spec)."""
     values = weight.values.t()
     if weight.format == "int4":
         values = packed(unpacked(weight.values, weight.columns).t())
@@ -27,7 +27,7 @@ def file_tensors(weight: QuantizedWeight, spec: WeightSpec, quantization: Quanti
         assert weight.zeros is not None, spec
         tensors["zero"] = weight.zeros.t().to(torch.uint8)
     else:
-        assert weight.zeros is None, f"{spec.name}: zeros that no file would hold"
+        assert weight.zeros is None, f"{spec.name}: zeros, for which the format has no file"
     if quantization.act_order:
         assert weight.groups is not None, spec
         tensors["group"] = weight.groups.to(torch.int32)
@@ -40,9 +40,9 @@ def file_tensors(weight: QuantizedWeight, spec: WeightSpec, quantization: Quanti
 def read_quantized(
     spec: WeightSpec, quantization: Quantization, read: Callable[[str], Tensor], rank: int, world: int
 ) -> QuantizedWeight:
-    """Rank's shard of the matrix `spec` at degree `world`.
+    """Return a rank's shard of the matrix `spec` at degree `world`.
 
-    read: a file's name to the rank's shard of it, in the dtype of the file. Raises WeightFileError for scales
+    read: returns the rank's shard of a file by name, in the file's dtype. Raises WeightFileError for scales
     that are not finite, values of fp8 that are NaN, zeros above 15 and groups that do not exist.
     """
     values = _values(read(f"{spec.name}.{quantization.weights}"), spec, quantization)
@@ -71,7 +71,7 @@ def read_quantized(
 
 
 def _values(stored: Tensor, spec: WeightSpec, quantization: Quantization) -> Tensor:
-    """(in, out) or, of int4, (in, out / 2) as QuantizedWeight.values."""
+    """Convert (in, out) or, for int4, (in, out / 2) to QuantizedWeight.values."""
     if quantization.weights == "int4":
         return packed(unpacked(stored, 2 * stored.shape[1]).t())
     is_fp8 = quantization.weights == "fp8" and _has_data(stored)
@@ -93,15 +93,15 @@ def _check(spec: WeightSpec, scales: Tensor, zeros: Tensor | None, groups: Tenso
 
 
 def _has_data(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta"  # shapes only, for a plan of the memory
+    return tensor.device.type != "meta"  # shapes only, for the memory plan
 
 
 def _rows_of_blocks(
     scales: Tensor, spec: WeightSpec, rank: int, world: int, block: int
 ) -> tuple[Tensor, int]:
-    """The scales (blocks of outputs, G) of this rank's outputs, and how many outputs share one.
+    """Return the scales (blocks of outputs, G) of this rank's outputs, and how many outputs share one.
 
-    A scale for each output where the rank's outputs do not begin and end with a block.
+    There is one scale per output if the rank's outputs do not begin and end with a block.
     """
     if spec.axis != 1 or world == 1:
         return scales, block
@@ -123,7 +123,9 @@ def _groups_of_rows(
     world: int,
     size: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, zeros and groups of this rank's inputs; padded inputs get the last group, their x is 0."""
+    """Return scales, zeros and groups of this rank's inputs; padded inputs, whose x is 0, get the last
+    group.
+    """
     columns = spec.shard_shape(world)[0]
     ((start, stop),) = spec.slices(rank, world)
     inputs = torch.arange(start, start + columns, device=scales.device).clamp(max=spec.shape[0] - 1)
@@ -136,7 +138,7 @@ def _groups_of_rows(
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices over the same inputs, stacked along their outputs: gate and up."""
+    """Stack matrices over the same inputs (gate and up) along their outputs."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -168,7 +170,9 @@ def _same_groups(first: QuantizedWeight, other: QuantizedWeight) -> bool:
 
 
 def _with_own_groups(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The parts with one `groups`, a group for each combination of theirs that an input has."""
+    """Return the parts with a common `groups`: one group for each combination of the parts' groups that an
+    input has.
+    """
     together = torch.stack([part.groups for part in parts if part.groups is not None])
     combined, groups = together.unique(dim=1, return_inverse=True)
     return [

@@ -1,4 +1,4 @@
-"""Rotary position tables: the angles of every position, with each scaling that transformers has.
+"""Rotary position tables: the angles of every position, with each of transformers' scalings.
 
 Formulas and precision (float32) are those of transformers' modeling_rope_utils.
 """
@@ -16,15 +16,15 @@ from tridecode.kernels.operands import Rope
 
 
 def rope_table(rope: RopeConfig, num_positions: int, device: torch.device, long_prompt: int = 0) -> Rope:
-    """cos and sin, (num_positions, size / 2) float32.
+    """Return cos and sin, (num_positions, size / 2) float32.
 
     transformers recomputes the frequencies of "dynamic" and "longrope" at each step, from the length of the
-    sequence. Here row p has those of a sequence of p + 1 tokens: the same for each generated token, and for
-    prompts of up to original_max_positions tokens.
-    long_prompt: ModelConfig.long_prompt_tokens. If some sequences are longer, num_positions more rows follow,
-    for sequences whose prompt is longer: with longrope's long factors throughout. The scheduler adds
-    num_positions to the positions of such a sequence. "dynamic" has no such rows: a longer prompt, whose
-    frequencies transformers takes from its length, is rotated with those of each position.
+    sequence. Here row p has those of a sequence of p + 1 tokens, which is identical for each generated token
+    and for prompts of up to original_max_positions tokens. long_prompt: ModelConfig.long_prompt_tokens. If
+    sequences may be longer, num_positions more rows follow for sequences with a longer prompt, with
+    longrope's long factors throughout. The scheduler adds num_positions to the positions of such a sequence.
+    "dynamic" has no such rows: a longer prompt, whose frequencies transformers takes from its length, is
+    rotated with those of each position.
     """
     frequencies = _frequencies(rope, num_positions)  # (size / 2,) or (positions, size / 2)
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
@@ -74,7 +74,7 @@ def _longrope(rope: RopeConfig, num_positions: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Low frequencies are divided by factor, high ones kept, the rest blended."""
+    """Divide low frequencies by factor, keep high ones, blend the rest."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -88,10 +88,12 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, periods: Tensor) -> Tensor:
-    """Peng et al. 2023: between two dimensions the frequencies go over from kept to divided by factor."""
+    """Peng et al. 2023: between two dimensions, frequencies are blended from unchanged to divided by
+    factor.
+    """
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns this often within original_max_positions."""
+        """Return the dimension that makes this many rotations within original_max_positions."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return rope.size * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -1,4 +1,4 @@
-"""The keys of config.ini of rotary positions. No torch."""
+"""The keys of config.ini for rotary positions. No torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _ROPE_LISTS = {"rope_short_factors": "short_factors", "rope_long_factors": "long
 
 
 def read_rope(section: IniSection, default_size: int | None, odd: bool = False) -> RopeConfig:
-    """rotary_embedding (rotated dimensions of a head) and keys of ours.
+    """Read rotary_embedding (rotated dimensions of a head) and our own keys.
 
     default_size: the head size; None: rotary_embedding is mandatory. odd: accept an odd number, which is
-    rounded up and has frequencies of its own. ConfigError for a number that does not fit the head.
+    rounded up but keeps its own frequencies. Raises ConfigError for a number that does not fit the head.
     """
     original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
-    if section.text("rotary_embedding", "").lower() == "none":  # FasterTransformer's writes Python's None
+    # FasterTransformer's converter writes Python's None
+    if section.text("rotary_embedding", "").lower() == "none":
         size = section.integer("size_per_head", minimum=2)
     else:
         size = section.integer("rotary_embedding", default_size, minimum=1)

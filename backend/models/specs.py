@@ -1,4 +1,4 @@
-"""The weight files that families share. No torch: the converter and the planner use them too."""
+"""Specs of the weight files that families share. No torch: the converter and the planner use them too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD_NORMS = "q_norm", "k_norm"
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a decoder whose layers have two norms, fused query_key_value and dense, and an MLP.
+    """The files of a decoder whose layers have two norms, query_key_value and dense, and an MLP.
 
     positions: a table of learned positions. embedding_norm: a norm after the embedding. norm_bias: norms have
     biases (LayerNorm). up: the MLP's input matrices, with a gate before its values; down: its output matrix.
@@ -61,7 +61,7 @@ class Layout:
 
 
 def norm_specs(name: str, size: int, bias: bool, layer: int | None = None) -> list[WeightSpec]:
-    """`<name>.weight` and, for a LayerNorm, `<name>.bias`: (size,), whole on every rank."""
+    """Return `<name>.weight` and, for a LayerNorm, `<name>.bias`: (size,), not split over ranks."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return [WeightSpec(f"{name}.{kind}", (size,), layer=layer) for kind in kinds]
 
@@ -74,9 +74,11 @@ def column_specs(
     layer: int,
     heads: tuple[int, ...] = (),
 ) -> list[WeightSpec]:
-    """A matrix (inner, sum(sections)) whose columns, and bias, are split over ranks section by section.
+    """Return a matrix (inner, sum(sections)) whose columns, and bias, are split over ranks section by
+    section.
 
-    heads: of each section, which ranks get whole; empty: of an MLP, padded where the ranks do not divide it.
+    heads: number of heads of each section; ranks get whole heads. Empty: an MLP, padded if the ranks do not
+    divide it.
     """
     outer, padded = sum(sections), not heads
     specs = [WeightSpec(f"{name}.weight", (inner, outer), 1, sections, layer, heads=heads, padded=padded)]
@@ -88,8 +90,9 @@ def column_specs(
 def row_specs(
     name: str, inner: int, outer: int, bias: bool, layer: int, heads: tuple[int, ...] = ()
 ) -> list[WeightSpec]:
-    """A matrix (inner, outer) whose rows are split over ranks, heads as in column_specs; its bias is whole on
-    every rank."""
+    """Return a matrix (inner, outer) whose rows are split over ranks, with heads as in column_specs; its bias
+    is not split.
+    """
     padded = not heads
     specs = [WeightSpec(f"{name}.weight", (inner, outer), 0, layer=layer, heads=heads, padded=padded)]
     if bias:

@@ -20,9 +20,9 @@ from tridecode.kernels.ops import Ops
 class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
-    specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
-    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised; int8_head: of
-    EngineConfig. tensor_rank, tensor_size, dtype: of the shards.
+    specs: the model's tensors; files: the files that hold them, including the parts of quantised matrices.
+    quantization: that of the files. int8_mode, int8_head: from EngineConfig; int8_mode applies to files that
+    are not quantised. tensor_rank, tensor_size, dtype: of the shards.
     """
 
     def __init__(
@@ -40,14 +40,16 @@ class Weights(ABC):
         self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
         self.quantization, self.int8_mode = quantization, int8_mode if quantization is None else 0
         self.rank, self.size, self.dtype, self.int8_head = tensor_rank, tensor_size, dtype, int8_head
-        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
+        self.linears: dict[tuple[str, ...], Linear] = {}  # results of `linear`, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """The shard of the file `name`, in its shape; a part of a quantised matrix in its own dtype."""
+        """Return the shard of the file `name`, in its shape; a part of a quantised matrix keeps its dtype."""
 
     def linear(self, *names: str) -> Linear:
-        """The matrices `<name>.weight`, stacked along their outputs, with `<name>.bias` if there is one."""
+        """Return the matrices `<name>.weight`, stacked along their outputs, with `<name>.bias` if there is
+        one.
+        """
         weight = self._matrix([f"{name}.weight" for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
@@ -55,7 +57,7 @@ class Weights(ABC):
         return packed
 
     def _matrix(self, names: list[str]) -> Tensor | QuantizedWeight:
-        """(out, in): matrices of files (in, out), stacked along their outputs."""
+        """Return (out, in): matrices of files (in, out), stacked along their outputs."""
         if names[0] not in self.files:
             return stacked([self.quantized(name) for name in names])
         dense = _joined([self.tensor(name) for name in names]).t()
@@ -64,24 +66,26 @@ class Weights(ABC):
         return round_to_nearest(dense, "int8", activations="int8" if self.int8_mode == 2 else "")
 
     def quantized(self, name: str) -> QuantizedWeight:
-        """This rank's shard of a matrix that is quantised in the files."""
+        """Return this rank's shard of a matrix that is quantised in the files."""
         assert self.quantization is not None, name
         return read_quantized(self.specs[name], self.quantization, self.tensor, self.rank, self.size)
 
     def embedding(self, is_head: bool) -> Tensor | QuantizedWeight:
-        """The word embedding (V, C); where it is the head too, as int8_head wants that."""
+        """Return the word embedding (V, C); if it is also the head, rounded as int8_head requires."""
         table = self.tensor("model.wte")
         return round_to_nearest(table, "int8") if is_head and self.int8_head else table
 
     def head(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
-        """The language model's head over `weight` (V, C), which may be the word embedding itself."""
+        """Return the language model's head with `weight` (V, C), which may be the word embedding itself."""
         if self.int8_head and isinstance(weight, Tensor):
             weight = round_to_nearest(weight, "int8")
         return self.ops.pack(Linear(weight, bias), self.dtype, is_head=True)
 
     def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
-        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there
-        is none."""
+        """Return a LayerNorm, or an RMSNorm if there is no `<name>.bias`.
+
+        centred: always a LayerNorm, with a bias of 0 if there is none.
+        """
         weight = self.tensor(f"{name}.weight")
         if f"{name}.bias" in self.specs:
             return Norm(weight, self.tensor(f"{name}.bias"), eps)

@@ -28,7 +28,8 @@ OFFSET = 2
 @dataclass(frozen=True)
 class XglmConfig(ModelConfig):
     """scale_embedding: word embeddings are multiplied by sqrt(hidden_size). zero_position: a position whose
-    vector is zero, that of fairseq's padding token; -1: none, as in the released models."""
+    vector is zero, that of fairseq's padding token; -1: none, as in the released models.
+    """
 
     scale_embedding: bool = True
     zero_position: int = -1
@@ -82,7 +83,7 @@ class Model(Decoder):
         self.positions = (table / self.embedding_scale).to(self.device, self.dtype)
 
     def embed(self, context: Context, x: Tensor) -> None:
-        """scale * (word + position / scale): the sum is part of the look-up."""
+        """Compute scale * (word + position / scale), so that the look-up includes the sum."""
         self.look_up(context, x, self.positions)
         x.mul_(self.embedding_scale)
 

@@ -10,11 +10,11 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
-_ANYWHERE = "192.0.2.1"  # RFC 5737: an address of nobody, behind the default route
+_ANYWHERE = "192.0.2.1"  # RFC 5737: an unassigned address, reached by the default route
 
 
 def interface_addresses() -> dict[str, str]:
-    """Address -> interface, of every IPv4 address that the kernel names first, and of global IPv6 ones."""
+    """Map addresses to interfaces: the first IPv4 address of each interface, and global IPv6 addresses."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
@@ -39,7 +39,7 @@ def _ipv6_addresses() -> dict[str, str]:
 
 
 def local_address_towards(host: str) -> str:
-    """Our address on the route to `host`; "" if there is none. Sends nothing."""
+    """Return our address on the route to `host`, or "". Sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -50,15 +50,17 @@ def local_address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """The interface of the route to `host`, or the one that has it if it is our own address; "" if none."""
+    """Return the interface of the route to `host`, or of `host` itself if it is our own address; "" if
+    none.
+    """
     return interface_addresses().get(local_address_towards(host), "")
 
 
 def own_address(host: str) -> tuple[str, bool]:
-    """The address of this machine that `host`, its name or address, stands for; and whether it is ours.
+    """Return this machine's address for `host` (a name or an address), and whether `host` is ours.
 
-    A name of ours may mean loopback here (Debian's 127.0.1.1) or a forwarding address (a Service): then it is
-    the one of the default route. Raises OSError for a name that is not known.
+    Our name may resolve to loopback here (Debian's 127.0.1.1) or to a forwarding address (a Service): then
+    the address of the default route is returned. Raises OSError for an unknown name.
     """
     rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found = sorted((str(row[4][0]) for row in rows), key=lambda one: ":" in one)  # IPv4 first
@@ -73,18 +75,20 @@ def own_address(host: str) -> tuple[str, bool]:
 
 
 def candidates() -> list[str]:
-    """Addresses under which others may reach this machine, that of the default route first."""
+    """Return the addresses under which others may reach this machine, that of the default route first."""
     preferred = local_address_towards(_ANYWHERE)
     found = [one for one in interface_addresses() if not ipaddress.ip_address(one).is_loopback]
     return sorted(found, key=lambda one: one != preferred)
 
 
 def machine_id() -> str:
-    """Equal for processes that see the same network interfaces: boot and network namespace."""
+    """Return an id that is equal for processes with the same network interfaces: boot and network
+    namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def bracketed(address: str) -> str:
-    """As URLs have it: IPv6 in brackets."""
+    """Return the address as in URLs: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

@@ -10,7 +10,9 @@ from tridecode.backend.configuration.rank_gpus import VISIBLE
 
 
 def count_visible(dev: Path = Path("/dev")) -> int:
-    """GPUs that CUDA will number from 0: those of CUDA_VISIBLE_DEVICES, else all that have a device file."""
+    """Return the number of GPUs that CUDA will see: those of CUDA_VISIBLE_DEVICES, else all with a device
+    file.
+    """
     present = sum(1 for entry in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name))
     named = os.environ.get(VISIBLE)
     if named is None:

@@ -1,4 +1,4 @@
-"""Facts that must be equal on all nodes of an engine, as short digests by name."""
+"""Digests of everything that must be equal on all nodes of an engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _DIGITS = 12
 
 def identity(engine_dir: str) -> dict[str, str]:
     """Return by name: digests of config.pbtxt, config.ini and manifest.json ("missing" without the file), the
-    engine's name, the version and the protocol."""
+    engine's name, the version and the protocol.
+    """
     files = {FILE: Path(engine_dir) / FILE}
     try:
         weights = Path(checkpoint_dir(engine_dir))
     except TridecodeError:
-        pass  # reading the settings will tell
+        pass  # reported when the settings are read
     else:
         files.update({name: weights / name for name in ("config.ini", "manifest.json")})
     return {
@@ -32,7 +33,7 @@ def identity(engine_dir: str) -> dict[str, str]:
 
 
 def difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """The first thing that differs, in words; "" if nothing does."""
+    """Describe the first difference; "" if there is none."""
     for name in (*ours, *theirs):
         if theirs.get(name) != ours.get(name):
             return f"{name} is {theirs.get(name)} there and {ours.get(name)} on node 0"

@@ -1,4 +1,4 @@
-"""This node's place among the nodes of a job, from what its launcher has set. No torch.
+"""This node's place in its job, from the environment variables of its launcher. No torch.
 
 Only one server per node counts as a node: `mpirun -n <nodes> tritonserver …`.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.nodes.mpi_library import MPICH, OPEN_MPI
 
-NODES = "TRIDECODE_NODES"  # host0:port,host1,… without MPI; "none": a server of its own, whatever started it
+NODES = "TRIDECODE_NODES"  # host0:port,host1,… without MPI; "none": a single server, whatever launched it
 NODE = "TRIDECODE_NODE"  # this node's index in it
 SIZE = "TRIDECODE_NODES_SIZE"  # number of nodes, where TRIDECODE_NODES names node 0 only
 SECRET_FILE = "TRIDECODE_NODES_SECRET_FILE"
@@ -24,8 +24,8 @@ MAX_NODES = 1024
 class NodePlace:
     """index: of this node, from 0. size: number of nodes. launcher: in words.
 
-    hosts, port, secret_file: of a job without MPI, where the environment says all; else empty. hosts may name
-    node 0 only. libraries: names of the MPI library, see mpi_library; (): not known.
+    hosts, port, secret_file: for a job without MPI, which the environment describes completely; else empty.
+    hosts may name node 0 only. libraries: names of the MPI library, see mpi_library; (): not known.
     """
 
     index: int
@@ -42,8 +42,9 @@ class NodePlace:
 
 
 class _Launcher(NamedTuple):
-    """rank, sizes: variables; of sizes the first that is set. libraries: see NodePlace. needs: must be set
-    too."""
+    """rank, sizes: names of variables; the first of `sizes` that is set is used. libraries: see NodePlace.
+    needs: another variable that must be set.
+    """
 
     name: str
     rank: str
@@ -53,9 +54,9 @@ class _Launcher(NamedTuple):
 
 
 _STEP_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-#: the first launcher whose variables are set counts. srun sets SLURM_PROCID also for a batch script, which is
-#: not a step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables. Both MPIs can
-#: speak PMI and PMIx: there the second library is used if the first is not installed
+#: the first launcher whose variables are set is used. srun sets SLURM_PROCID also for a batch script, which
+#: is not a job step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables. Both MPIs
+#: can speak PMI and PMIx: there the second library is used if the first is not installed
 _LAUNCHERS = (
     _Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), (OPEN_MPI,)),
     _Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), (MPICH,)),
@@ -66,7 +67,7 @@ _LAUNCHERS = (
 
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
-    """This node's place; None for a server of its own. Raises ConfigError for values that make no sense."""
+    """Return this node's place; None for a single server. Raises ConfigError for inconsistent values."""
     named = environment.get(NODES, "").strip()
     if named == "none":
         return None
@@ -96,7 +97,9 @@ def _named_place(named: str, environment: Mapping[str, str]) -> NodePlace | None
     place = NodePlace(index, size, NODES, names, port, secret_file)
     _check(place, NODE)
     if size > 1 and not secret_file:
-        raise ConfigError(f"{NODES} is set and {SECRET_FILE} is not; wanted a file that all nodes have alike")
+        raise ConfigError(
+            f"{NODES} is set and {SECRET_FILE} is not; wanted a file with the same content on all nodes"
+        )
     return place if size > 1 else None
 
 
@@ -121,12 +124,14 @@ def _check(place: NodePlace, name: str) -> None:
 
 
 def inherited_fds(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """The file descriptor through which MPICH's mpirun serves the process; it must reach our MPI helper."""
+    """Return the file descriptor through which MPICH's mpirun serves the process, for our MPI helper to
+    inherit.
+    """
     text = environment.get("PMI_FD", "")
     if not text.isdigit():
         return ()
     try:
         os.fstat(int(text))
     except OSError:
-        return ()  # not inherited: MPI_Init will say so
+        return ()  # not inherited: MPI_Init will report it
     return (int(text),)

@@ -1,4 +1,4 @@
-"""Node 0: who the other nodes are, and an engine's ranks spread over all of them.
+"""Node 0: tracks the other nodes and spreads an engine's ranks over all of them.
 
 Rank r runs on node r // (world / nodes). The supervisor of node 0 owns the epoch; the others run the ranks
 that their orders name (lender.py). A node that is silent for SILENCE_S ends the epoch (remote.py), and the
@@ -57,8 +57,11 @@ class Leader:
     # ------------------------------------------------------------ the supervisor's loop
 
     def tick(self, now: float, detail: str, group: RankGroup | None) -> list[RankMessage]:
-        """Receive, and send orders; the words of ranks on other nodes. detail: the engine's state in words.
-        group: of the epoch that runs; where it is killed, or none, the nodes end their ranks."""
+        """Receive reports and send orders; return the messages of ranks on other nodes.
+
+        detail: the engine's state as text. group: ranks of the running epoch; if it is killed or None, the
+        nodes end their ranks.
+        """
         self._now = now
         if self._socket is None:
             self._listen(now)
@@ -87,7 +90,7 @@ class Leader:
         return f"waiting for {', '.join(missing)}" if missing else ""
 
     def close(self) -> None:
-        """Tell the nodes that nothing runs any more."""
+        """Tell the nodes that no epoch runs any more."""
         if self._socket is not None:
             for node in self._nodes.values():
                 self._order(node, "node 0 is stopping", False)
@@ -179,7 +182,8 @@ class Leader:
         self, commands: Sequence[Sequence[str]], settings: EngineSettings, epoch: int, now: float
     ) -> RankGroup:
         """Start the ranks of an epoch; commands: as for one node. Raises ConfigError where the nodes cannot
-        hold them, OSError where node 0 cannot listen for its ranks."""
+        hold them, OSError where node 0 cannot listen for its ranks.
+        """
         self._identity = identity(self._engine_dir)
         for node in self._nodes.values():
             node.refusal = self._refusal(node)
@@ -202,7 +206,7 @@ class Leader:
         return self._group
 
     def _gpus(self, on_cpu: bool) -> dict[int, NodeGpus]:
-        """GPUs of the nodes; none where config.pbtxt names a CPU."""
+        """Return the GPUs of the nodes; none if config.pbtxt names a CPU."""
         visible = os.environ.get(VISIBLE, "")
         count = 0 if on_cpu else devices.count_visible()
         found = {0: NodeGpus("node 0", addresses.machine_id(), visible, count)}
@@ -215,6 +219,6 @@ class Leader:
 
 
 def _listener(address: str) -> posix.socket:
-    """A listening socket for rank 0, where its ranks join: on node 0's own address, no other."""
+    """Return a listening socket on which ranks join rank 0, bound to node 0's own address only."""
     family = posix.AF_INET6 if ":" in address else posix.AF_INET
     return posix.create_server((address, 0), family=family, backlog=1024)

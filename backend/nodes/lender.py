@@ -1,7 +1,7 @@
-"""A node other than node 0: it runs ranks for node 0, and its doors serve nobody.
+"""A node other than node 0: it runs ranks for node 0, and its doors refuse requests.
 
-Stands where EngineLife stands in the supervisor of node 0, with the same methods. The ranks end where node 0
-is silent for SILENCE_S, and the node waits for its orders again.
+It takes the place of EngineLife in the supervisor, with the same methods. If node 0 is silent for SILENCE_S,
+the ranks end and the node waits for new orders.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tridecode.backend.nodes.rendezvous import Search
 from tridecode.backend.supervisor.ranks import LocalProcess, RankMessage
 from tridecode.backend.wire.messages import BEAT_S, SILENCE_S, EngineState, decode, encode
 
-FAILED_RETRY_S = 60.0  # after an error that would come again; a new door shortens it
+FAILED_RETRY_S = 60.0  # after an error that would recur; a new door shortens it
 DOWN_RETRY_S = 5.0  # after any other
-IDENTITY_S = 1.0  # interval at which changed files are looked for
+IDENTITY_S = 1.0  # interval between checks for changed files
 
 _log = logging.getLogger("tridecode.nodes")
 
@@ -55,7 +55,7 @@ class Lender:
         self._socket: zmq.Socket | None = None
         self._order = NodeOrder("")
         self._heard_at: float | None = None  # None: node 0 has not answered yet
-        self._owner = ""  # the life of the node 0 whose ranks run here
+        self._owner = ""  # life of the node 0 for which ranks run here
         self._ranks: dict[int, LocalProcess] = {}
         self._started = ("", 0)  # life and epoch of the last ranks that were started
         self._error = ""
@@ -66,10 +66,10 @@ class Lender:
         self._seen: object = None
         self._identity: dict[str, str] = {}
         self._stopping = ""
-        self.epoch = 0  # of the ranks that run here
+        self.epoch = 0  # epoch of the ranks that run here
         self.phase, self.detail = "starting", "meeting the other nodes"
 
-    # ------------------------------------------------------------ as EngineLife
+    # ------------------------------------------------------------ interface of EngineLife
 
     @property
     def state(self) -> EngineState:
@@ -91,7 +91,7 @@ class Lender:
         self._describe(now)
 
     def hear(self, message: RankMessage, now: float) -> None:
-        """A word of a rank here: for node 0."""
+        """Pass on the message of a local rank to node 0."""
         if message.epoch == self.epoch:
             self._send(message)
 
@@ -103,7 +103,7 @@ class Lender:
         self._retry_at = now
 
     def stop(self, detail: str, with_server: bool) -> None:
-        """Ask node 0 for nothing more. A lending node has no open requests: `with_server` is unused."""
+        """Request nothing more from node 0. A lending node has no open requests: `with_server` is unused."""
         self._stopping = detail
         self.phase, self.detail = "stopping", detail
 
@@ -143,7 +143,7 @@ class Lender:
             self._search.again()
 
     def _receive(self, now: float) -> None:
-        """Only the last order counts: each one says all."""
+        """Receive orders. Only the last one counts, since each is complete."""
         assert self._socket is not None
         frame = b""
         while self._socket.poll(0):
@@ -161,7 +161,7 @@ class Lender:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
-            pass  # node 0 is not connected; the next report says all again
+            pass  # node 0 is not connected; the next report repeats everything
 
     def _report(self, now: float) -> None:
         lives = [
@@ -200,14 +200,14 @@ class Lender:
     # ------------------------------------------------------------ the orders
 
     def _silent(self, now: float) -> float:
-        """Seconds of node 0's silence beyond the limit; 0.0 while it is heard."""
+        """Return by how many seconds node 0's silence exceeds the limit, else 0.0."""
         if self._heard_at is None:
             return 0.0
         silent = now - self._heard_at
         return silent if silent > SILENCE_S else 0.0
 
     def _follow(self, now: float) -> None:
-        """Run the ranks of the order, and no others."""
+        """Run exactly the ranks of the order."""
         order = self._order
         wanted = (order.life, order.epoch) if order.epoch and not self._silent(now) else ("", 0)
         if wanted == (self._owner, self.epoch):
@@ -241,7 +241,7 @@ class Lender:
     # ------------------------------------------------------------ in words
 
     def _describe(self, now: float) -> None:
-        """The state for the doors here."""
+        """Describe the state for the local doors."""
         meeting = self._search.meeting
         if meeting is None or self._socket is None:
             return

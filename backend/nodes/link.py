@@ -1,7 +1,7 @@
 """The connection between the supervisors: zmq over TCP, encrypted with CurveZMQ.
 
-Node 0's key pair follows from the job's secret. Its public key is never sent, and a client cannot even say
-hello without it: whoever connects has the secret, and whoever answers has it too. Source: rfc.zeromq.org/26.
+Node 0's key pair follows from the job's secret. Its public key is never sent, and a client cannot complete
+the handshake without it, so both ends prove that they have the secret. Source: rfc.zeromq.org/26.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from zmq.utils import z85
 
 from tridecode.backend.nodes.addresses import bracketed
 
-_HEARTBEAT_MS = 1000  # TCP alone would notice a cut link after many minutes
+_HEARTBEAT_MS = 1000  # TCP alone would detect a cut link only after many minutes
 _SILENCE_MS = 3000
 _RECONNECT_MS = 200
-_QUEUE = 1000  # messages that wait for a peer
+_QUEUE = 1000  # queued messages per peer
 
 
 def _key_pair(secret: str) -> tuple[bytes, bytes]:
@@ -50,12 +50,12 @@ def listen(context: zmq.Context, address: str, port: int, secret: str) -> zmq.So
 
 
 def connect(context: zmq.Context, address: str, port: int, secret: str) -> zmq.Socket:
-    """Another node's DEALER; it connects again by itself after each break."""
+    """Another node's DEALER; it reconnects by itself after each break."""
     socket = _socket(context, zmq.DEALER, address)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5 * _RECONNECT_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-    socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node 0 that is not there
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued while node 0 is absent
     socket.curve_serverkey, _ = _key_pair(secret)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(f"tcp://{bracketed(address)}:{port}")

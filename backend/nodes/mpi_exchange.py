@@ -1,8 +1,8 @@
 """`python -m tridecode.backend.nodes.mpi_exchange`: one exchange over MPI, printed as JSON; then MPI ends.
 
-A process of its own, because an MPI library aborts its process, and Triton's or an engine's would go with it.
-Node 0 offers its addresses, the others try each, and the first that all of them reach is the one. No pickles:
-each node's part is JSON in a buffer of fixed size.
+It is a separate process, because MPI libraries abort their process on errors, which must not be Triton's or
+an engine's. Node 0 offers its addresses, the others try each, and the first that all of them reach is chosen.
+No pickles: each node's part is JSON in a buffer of fixed size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NONCE_BYTES = 16
 
 
 def gather(communicator: Any, part: dict) -> list[dict]:
-    """The part of every node, by index."""
+    """Return every node's part, by index."""
     data = json.dumps(part).encode()
     if len(data) > _PART_BYTES:
         raise ValueError(f"this node's part has {len(data)} bytes; wanted at most {_PART_BYTES}")
@@ -38,7 +38,7 @@ def gather(communicator: Any, part: dict) -> list[dict]:
 
 
 class Prober:
-    """Node 0's listener during the exchange: proves to whoever connects that it is node 0."""
+    """Node 0's listener during the exchange: proves to each client that it is node 0."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -81,7 +81,10 @@ def is_node_0(address: str, port: int, secret: str) -> bool:
 
 
 def choose_address(offered: list[str], reached: list[list[str]], hosts: list[str]) -> str:
-    """The first offered address that every node reaches. Raises ValueError with a node that reaches none."""
+    """Return the first offered address that every node reaches.
+
+    Raises ValueError that names a node without one.
+    """
     for address in offered:
         if all(address in one for one in reached):
             return address
@@ -97,13 +100,13 @@ def choose_address(offered: list[str], reached: list[list[str]], hosts: list[str
 
 
 def free_port() -> int:
-    """The first of NUM_PORTS ports in a row that are free. Raises ValueError."""
+    """Return the first of NUM_PORTS consecutive free ports. Raises ValueError."""
     if os.environ.get(PORT):
         return int(os.environ[PORT])
     for first in range(FIRST_PORT, FIRST_PORT + 100 * NUM_PORTS, NUM_PORTS):
         if all(map(_is_free, range(first, first + NUM_PORTS))):
             return first
-    raise ValueError(f"no {NUM_PORTS} free ports in a row from {FIRST_PORT} on; wanted some, or {PORT}")
+    raise ValueError(f"no {NUM_PORTS} consecutive free ports from {FIRST_PORT} on; free some or set {PORT}")
 
 
 def _is_free(port: int) -> bool:
@@ -115,7 +118,10 @@ def _is_free(port: int) -> bool:
 
 
 def exchange(communicator: Any) -> dict:
-    """address, port, secret and hosts, the same on all nodes. Raises ValueError with the obstacle."""
+    """Agree on address, port, secret and hosts, the same on all nodes.
+
+    Raises ValueError with the reason for failure.
+    """
     secret = secrets.token_hex(32)
     prober = Prober(secret) if communicator.rank == 0 else None
     mine: dict[str, Any] = {"host": socket.gethostname(), "machine": addresses.machine_id()}
@@ -149,7 +155,7 @@ def main() -> int:
     parser.add_argument("--library", default="", help="the name of the launcher's own MPI library")
     arguments = parser.parse_args()
     try:
-        from mpi4py import MPI  # starts MPI, and ends this process where that fails
+        from mpi4py import MPI  # starts MPI, and ends this process if that fails
     except (ImportError, RuntimeError) as error:
         print(
             f"MPI cannot be loaded: {' '.join(str(error).split())}; {_wanted(arguments.library)}",
@@ -178,7 +184,8 @@ def main() -> int:
 
 def _wanted(library: str) -> str:
     """Advise what to do if the library is not the launcher's. library: name of the launcher's, "" if
-    unknown."""
+    unknown.
+    """
     if not library:
         return "wanted a launcher of the same MPI, e.g. srun --mpi=pmix"
     return (

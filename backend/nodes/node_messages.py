@@ -1,8 +1,8 @@
 """The messages between the supervisor of node 0 and those of the other nodes.
 
-Each node reports all of its state every BEAT_S and at each change, and node 0 answers each report with all
-that it wants of the node. So a lost message is repaired by the next, after any break of the connection. Words
-of ranks (backend.wire.messages) travel from the node to node 0 unchanged.
+Each node reports its complete state every BEAT_S and at each change, and node 0 answers each report with a
+complete order. So the next message replaces a lost one, after any break of the connection. Messages of ranks
+(backend.wire.messages) are passed to node 0 unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeReport(msgspec.Struct, frozen=True, tag="node"):
     """A lending node, every BEAT_S. life: changes with each start of its supervisor. epoch: of its ranks, 0:
-    none. machine, visible: to tell nodes that share GPUs. error: why it could not start its ranks."""
+    none. machine, visible: identify nodes that share GPUs. error: why it could not start its ranks.
+    """
 
     node: int
     size: int
@@ -44,9 +45,10 @@ class NodeReport(msgspec.Struct, frozen=True, tag="node"):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag="order"):
-    """Order of node 0. life: of its supervisor. epoch: the epoch whose ranks shall run, 0: none. meeting: the
+    """Order of node 0. life: of its supervisor. epoch: the epoch whose ranks must run, 0: none. meeting: the
     address at which they join rank 0. first_device: of the node's first rank. detail: the engine's
-    state, for the node's doors. refusal: why the node is not accepted."""
+    state, for the node's doors. refusal: why the node is not accepted.
+    """
 
     life: str
     epoch: int = 0

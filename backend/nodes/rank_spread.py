@@ -1,4 +1,4 @@
-"""How an engine is spread over nodes: the ranks of each, their GPUs, and the port of the engine."""
+"""Spreads an engine over nodes: the ranks of each node, their GPUs, and the engine's port."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class NodeGpus:
 
 
 def first_devices(nodes: Mapping[int, NodeGpus], demand: Demand, devices: str = "auto") -> dict[int, int]:
-    """The first device of each node: nodes that see the same GPUs of one machine take turns.
+    """Return the first device of each node; nodes that see the same GPUs of one machine get consecutive ones.
 
-    devices: the parameter of that name, whose GPUs each node takes in their order. Raises ConfigError where a
-    node has GPUs, but too few, or where only some nodes have any.
+    devices: the parameter of that name, whose GPUs each node uses in order. Raises ConfigError if a node has
+    too few GPUs, or if only some nodes have any.
     """
     places = [node.place for node in nodes.values()]
     some = any(node.count for node in nodes.values())
@@ -59,7 +59,7 @@ def _check_node(node: NodeGpus, demand: Demand, devices: str, some: bool, sharer
 
 
 def ranks_per_node(world: int, nodes: int) -> int:
-    """Raises ConfigError where the ranks cannot be spread evenly."""
+    """Return the ranks per node. Raises ConfigError if they cannot be spread evenly."""
     if world % nodes:
         raise ConfigError(
             f"tensor_para_size x pipeline_para_size is {world}, and the job has {nodes} nodes; wanted a "
@@ -69,7 +69,7 @@ def ranks_per_node(world: int, nodes: int) -> int:
 
 
 def engine_index(engine_dir: str) -> int:
-    """The number of an engine among those of its repository, in the order of their names: its port's offset.
+    """Return an engine's index among those of its repository, by name: the offset of its port.
 
     Raises ConfigError beyond NUM_PORTS.
     """

@@ -1,4 +1,4 @@
-"""The ranks of other nodes, as node 0 knows them from the nodes' reports."""
+"""The ranks of other nodes, as known to node 0 from the nodes' reports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tridecode.backend.nodes.node_messages import NodeReport, RankLife
 from tridecode.backend.supervisor.ranks import Failure, LocalProcess, RankGroup, RankProcess
 from tridecode.backend.wire.messages import SILENCE_S
 
-FRESH_S = 1.5  # a node that was heard within this time is there: six beats
+FRESH_S = 1.5  # six heartbeats: a node heard within this time is present
 _KILLED = -9
 
 
 @dataclass
 class Node:
-    """Another node, as node 0 knows it. Times are monotonic seconds."""
+    """Another node, as seen by node 0. Times are monotonic seconds."""
 
     index: int
     name: str
-    identity: bytes = b""  # of its connection
+    identity: bytes = b""  # id of its connection
     report: NodeReport | None = None
     heard_at: float = -1e9
     lost: bool = False  # silent for SILENCE_S
@@ -54,8 +54,11 @@ class RemoteProcess:
         return seen.pid if seen else 0
 
     def poll(self) -> int | None:
-        """After `kill`, a process has ended that its node no longer names, or whose node is lost: a node
-        ends its ranks where it does not hear node 0."""
+        """Return the exit code. After `kill`, a process counts as ended if its node no longer reports it, or
+        is lost:
+
+        a node that does not hear node 0 ends its ranks.
+        """
         seen = self._seen()
         if seen is not None and not (self._killed and self._node.lost):
             return seen.code
@@ -66,7 +69,7 @@ class RemoteProcess:
         return seen.state if seen else ""
 
     def kill(self) -> None:
-        """The node's next order does not name the epoch any more."""
+        """Leave the epoch out of the node's next order."""
         self._killed = True
 
 
@@ -101,10 +104,8 @@ class NodeRankGroup(RankGroup):
         return RemoteProcess(self._nodes[node], self._epoch, index)
 
     def check(self, now: float, start_timeout_s: float, step_timeout_s: float) -> Failure | None:
-        """Check all nodes as a single one; a lost node comes first, because the ranks that talk to it fail
-        with it.
-
-        So a failure counts only after every node has been heard again, or is lost.
+        """Check the ranks of all nodes. A lost node is blamed first, because ranks that communicate with it
+        fail with it: a failure therefore counts only after every node has been heard again, or is lost.
         """
         lost = self._lost(now)
         if lost is not None:
@@ -129,13 +130,13 @@ class NodeRankGroup(RankGroup):
                     "network to it is cut"
                 )
             if report is not None and report.life != self._lives.get(index):
-                return Failure(f"the supervisor of {label} was started again")
+                return Failure(f"the supervisor of {label} was restarted")
             if report is not None and report.epoch == self._epoch and report.error:
                 return Failure(f"{label}: {report.error}")
         return None
 
     def _with_nodes(self, reason: str) -> str:
-        """The text with the node's name beside ranks that are not on node 0."""
+        """Add the node's name to ranks that are not on node 0."""
         found = re.match(r"ranks? (\d+(?:(?:, | and | to )\d+)*)(?= |:)", reason)
         if found is None:
             return reason

@@ -1,4 +1,4 @@
-"""Address at which the supervisors of a job meet, and their secret: exchanged once over MPI, or from the
+"""The address at which the supervisors of a job meet, and their secret: exchanged once over MPI, or from the
 environment.
 
 The result of the MPI exchange is stored in a runtime folder for the life of the server, because a process may
@@ -22,20 +22,23 @@ from tridecode.backend.nodes import addresses, mpi_library
 from tridecode.backend.nodes.launchers import SECRET_FILE, NodePlace, inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 
-ADDRESS = "TRIDECODE_NODE_ADDRESS"  # of node 0, where others know it by another one than its kernel
-PORT = "TRIDECODE_NODES_PORT"  # of node 0's first engine, with MPI
-FIRST_PORT = 7117  # from which free ports are looked for
+# address of node 0, if others reach it by one that its kernel does not know
+ADDRESS = "TRIDECODE_NODE_ADDRESS"
+PORT = "TRIDECODE_NODES_PORT"  # port of node 0's first engine, with MPI
+FIRST_PORT = 7117  # first port of the search for free ports
 NUM_PORTS = 8  # engines of one repository that can span nodes
-EXCHANGE_S = 600.0  # for all nodes to start: MPI waits for the last one
+EXCHANGE_S = 600.0  # time for all nodes to start: MPI waits for the last one
 MIN_SECRET = 16  # characters
-KEEP_S = 1.0  # interval at which the record is looked for
+KEEP_S = 1.0  # interval between checks for the record
 
 _RECORD = "meeting.json"
 _log = logging.getLogger("tridecode.nodes")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """address, port: of node 0's first engine. secret: of the job. hosts: of the nodes, or of node 0."""
+    """address, port: those of node 0's first engine. secret: the job's. hosts: those of the nodes, or only
+    node 0's.
+    """
 
     address: str
     port: int
@@ -47,7 +50,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 def find(place: NodePlace, server: processes.ProcessId, base: Path) -> Meeting:
-    """The meeting of this server's job. Blocks until all nodes have come, if MPI is asked.
+    """Return the meeting of this server's job. With MPI, block until all nodes have joined.
 
     base: the folder of the runtime folders. Raises ConfigError or EngineDownError.
     """
@@ -139,14 +142,14 @@ def _ask_mpi(place: NodePlace, server: int) -> Meeting:
 
 
 def keep(meeting: Meeting, server: processes.ProcessId, base: Path) -> bool:
-    """Write the record again where it was deleted: MPI could not tell it twice. Whether that was so."""
+    """Rewrite the record if it was deleted, since MPI can exchange it only once. Return whether it was."""
     folder = base / f"nodes-{server.pid}-{server.start}"
     if (folder / _RECORD).exists():
         return False
     try:
         fd = runtime_dir.restore(folder)
         if fd is None:
-            return False  # another engine's supervisor is about to
+            return False  # another engine's supervisor is about to write it
         try:
             runtime_dir.write_owner(fd, runtime_dir.owner_of(server))
             _write(folder, meeting)
@@ -165,10 +168,10 @@ def clean(server: processes.ProcessId, base: Path) -> None:
 
 
 class Search:
-    """`find` on a thread of its own: the supervisor must answer its doors meanwhile.
+    """Runs `find` on a separate thread, because the supervisor must answer its doors meanwhile.
 
-    meeting: once found. own_address, is_ours: of node 0, as addresses.own_address has them. error: why it
-    cannot be found; `again` tries once more.
+    meeting: set once found. own_address, is_ours: node 0's, see addresses.own_address. error: why it cannot
+    be found; `again` retries.
     """
 
     def __init__(self, place: NodePlace, server: processes.ProcessId, base: Path) -> None:
@@ -184,13 +187,13 @@ class Search:
         threading.Thread(target=self._run, name="nodes-meeting", daemon=True).start()
 
     def keep(self, now: float) -> None:
-        """Called often: looks after the record every KEEP_S."""
+        """Check the record every KEEP_S; may be called often."""
         place, server, base = self._arguments
         if self.meeting is None or not place.by_mpi or now - self._kept_at < KEEP_S:
             return
         self._kept_at = now
         if keep(self.meeting, server, base):
-            _log.warning("the record of the nodes' meeting was deleted; it is there again")
+            _log.warning("the record of the nodes' meeting was deleted and has been rewritten")
 
     def _run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The supervisor's handling of other nodes: nothing in a job of one node."""
+"""The supervisor's handling of other nodes; does nothing in a job of one node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Life = Union[EngineLife, Lender]
 
 
 class Nodes:
-    """base: the folder of the runtime folders, where the meeting is kept for other engines of the server."""
+    """base: the folder of the runtime folders, which stores the meeting for other engines of the server."""
 
     def __init__(self, engine_dir: str, server: processes.ProcessId, base: Path) -> None:
         self._engine_dir, self._server, self._base = engine_dir, server, base
@@ -50,14 +50,14 @@ class Nodes:
         return self._found
 
     def lender(self, command: Callable[[int], Sequence[str]]) -> Lender | None:
-        """The life of a node that is not node 0; None for any other. command(epoch): of a rank."""
+        """Return the Lender of a node other than node 0, else None. command(epoch): a rank's command."""
         if self._place is not None and self._leader is None:
             engine_dir, search = self._engine_dir, self._search(self._place)
             self._lender = Lender(self._place, engine_dir, search, command, lambda: fingerprint(engine_dir))
         return self._lender
 
     def check(self) -> None:
-        """Raises ConfigError where the launcher's variables make no sense."""
+        """Raise ConfigError if the launcher's variables are inconsistent."""
         if self._wrong is not None:
             raise self._wrong
 
@@ -70,7 +70,7 @@ class Nodes:
         return self._leader.waits_for() if self._leader else ""
 
     def tick(self, now: float, life: Life) -> None:
-        """Before the tick of the life, and while ranks end: what other nodes have said, and their orders."""
+        """Exchange reports and orders with other nodes; called before the life's tick and while ranks end."""
         if self._found is not None:
             self._found.keep(now)
         if self._leader is not None and isinstance(life, EngineLife):
@@ -80,7 +80,7 @@ class Nodes:
     def start_ranks(
         self, commands: Sequence[Sequence[str]], settings: EngineSettings, epoch: int, now: float
     ) -> RankGroup | None:
-        """The ranks of an epoch over all nodes; None in a job of one node."""
+        """Start the ranks of an epoch over all nodes; return None in a job of one node."""
         return self._leader.start_ranks(commands, settings, epoch, now) if self._leader else None
 
     def close(self) -> None:

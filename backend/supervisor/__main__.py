@@ -21,7 +21,7 @@ def main() -> None:
         "--lock-fd", required=True, type=int, help="locked file descriptor of the runtime folder"
     )
     parser.add_argument("--server", required=True, help="PID:START of the tritonserver")
-    parser.add_argument("--number", type=int, default=0, help="of the engine among those of instance_group")
+    parser.add_argument("--number", type=int, default=0, help="index of the engine in instance_group")
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Triton's threads block signals, and a mask is inherited
     which = f" engine {arguments.number}" if arguments.number else ""

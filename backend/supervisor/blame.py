@@ -1,7 +1,7 @@
-"""Whose fault it is that an epoch is over: the culprit is named, not the ranks that broke because of it.
+"""Finds the rank that caused the end of an epoch, rather than the ranks that failed because of it.
 
-A rank that dies breaks the connections of the others, and a rank that stands still makes them wait. Their own
-reports may arrive first, so a report of a lost peer waits LOST_GRACE_S for its cause.
+A rank that dies breaks the connections of the others, and a rank that hangs makes them wait. Their reports
+may arrive first, so a report of a lost peer waits LOST_GRACE_S for its cause.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from tridecode.backend.supervisor.ranks import Rank
 
 EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
-LOST_GRACE_S = 1.5  # a rank that lost another one is not named before this time
-ASLEEP_S = 2.5  # of a loop's thread (loop_watch): a look that finds others busy begins again, within 5 s
-SUSPECT_S = 1.0  # silence that is not a fault by itself, but explains why others wait: four heartbeats
+LOST_GRACE_S = 1.5  # a rank that lost another one is not blamed before this time
+# sleep of a loop's thread (loop_watch); the watch starts again, within 5 s, while other threads are busy
+ASLEEP_S = 2.5
+SUSPECT_S = 1.0  # four heartbeats: silence that is not a fault by itself, but explains why others wait
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Failure:
 def find_cause(
     ranks: Sequence[Rank], now: float, started_at: float, start_timeout_s: float, step_timeout_s: float
 ) -> Failure | None:
-    """The cause of the end of an epoch, or None while all is well or a cause may still show."""
+    """Return why the epoch is over, or None while all is well or the cause may still show."""
     return (
         _killed(ranks, now)
         or _failed(ranks)
@@ -51,8 +52,9 @@ def find_cause(
 
 
 def _killed(ranks: Sequence[Rank], now: float) -> Failure | None:
-    """Ranks that a signal ended come first: the others fail because of them. An abort may itself be a
-    consequence: libraries of communication abort when a peer is lost."""
+    """Check ranks that a signal ended first: the others fail because of them. An abort may itself be a
+    consequence: libraries of communication abort when a peer is lost.
+    """
     dead = []
     for rank in ranks:
         code = rank.poll(now)
@@ -69,7 +71,7 @@ def _killed(ranks: Sequence[Rank], now: float) -> Failure | None:
 
 
 def _failed(ranks: Sequence[Rank]) -> Failure | None:
-    """Faults of a rank's own, and those that name the ranks themselves."""
+    """Check faults of a single rank, and faults whose error names the ranks."""
     for rank in ranks:
         if rank.failed is not None and rank.failed.cause != "peer":
             where = "" if rank.failed.cause == "group" else f"rank {rank.index}: "
@@ -89,7 +91,11 @@ def _ended(ranks: Sequence[Rank], now: float) -> Failure | None:
 
 
 def _silent(ranks: Sequence[Rank], now: float) -> Failure | None:
-    """A rank that is ready must be heard. A start may hold the interpreter for long, but is never stopped."""
+    """Check silence.
+
+    A ready rank must send heartbeats; a starting one may hold the interpreter for long, but must not be
+    stopped.
+    """
     found = []
     for rank in _living(ranks):
         if now - rank.heard_at >= SILENCE_S:
@@ -103,7 +109,7 @@ def _silent(ranks: Sequence[Rank], now: float) -> Failure | None:
 
 
 def _lost(ranks: Sequence[Rank], now: float) -> Failure | None:
-    """Ranks that report the loss of another one, where that one has not shown itself."""
+    """Check ranks that report the loss of another one whose own failure is not known."""
     victims = [rank for rank in ranks if rank.failed is not None and rank.failed.cause == "peer"]
     if not victims:
         return None
@@ -128,7 +134,7 @@ def _lost(ranks: Sequence[Rank], now: float) -> Failure | None:
 
 
 def _asleep(ranks: Sequence[Rank]) -> Failure | None:
-    """A rank whose loop sleeps for no reason, while no other rank does anything but wait."""
+    """Check for a rank whose loop sleeps without a reason while all other ranks wait."""
     for rank in _living(ranks):
         if rank.beat is None or rank.beat.asleep_s < ASLEEP_S or any(map(_computes, ranks)):
             continue
@@ -156,7 +162,7 @@ def _waits(ranks: Sequence[Rank]) -> str:
 
 
 def _stuck(ranks: Sequence[Rank], now: float, step_timeout_s: float) -> Failure | None:
-    """A step that takes too long, and the rank that the others wait for."""
+    """Check for a step that takes too long, and blame the rank that the others wait for."""
     stuck = [rank for rank in ranks if rank.beat is not None and rank.beat.busy_s > step_timeout_s]
     if not stuck:
         return None
@@ -184,7 +190,7 @@ def _slow_start(
 
 
 def describe_start(ranks: Sequence[Rank], now: float) -> str:
-    """Which ranks wait for which, and what the ranks do that are waited for."""
+    """Describe which ranks wait for which, and what the awaited ranks do."""
     if len(ranks) == 1:
         return f"rank {ranks[0].index} was still {ranks[0].progress}{_silence(ranks[0], now)}"
     by_index = {rank.index: rank for rank in ranks}
@@ -239,7 +245,7 @@ def _behind(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _grouped(items: Iterable[tuple]) -> list[tuple]:
-    """(key, [value, …]) of (key, value), in the order of the keys' first values."""
+    """Group (key, value) pairs into (key, [value, …]), in order of each key's first value."""
     found: dict = {}
     for key, value in items:
         found.setdefault(key, []).append(value)

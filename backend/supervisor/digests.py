@@ -7,16 +7,16 @@ from collections import Counter
 from tridecode.backend.supervisor.blame import Failure, ranks_text
 from tridecode.backend.wire.messages import BEAT_S, RankDigest
 
-DIGEST_GRACE_S = 2.5 * BEAT_S  # all ranks have told of the same step within this time
+DIGEST_GRACE_S = 2.5 * BEAT_S  # all ranks have reported the same step within this time
 _KEPT_DIGESTS = 64
 
 
 class Digests:
-    """Compares what the ranks say that they did (RankDigest)."""
+    """Compares the digests that ranks report (RankDigest)."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], dict[int, int]] = {}  # (steps, stage) -> rank -> digest
-        self._found: tuple[dict[int, int], str, int] | None = None  # the first difference
+        self._found: tuple[dict[int, int], str, int] | None = None  # the first difference found
         self._found_at: float | None = None
 
     def hear(self, digest: RankDigest) -> None:
@@ -33,7 +33,9 @@ class Digests:
             self._found = values, what, key[0]
 
     def cause(self, now: float) -> Failure | None:
-        """The first difference, once the other ranks have had the time to say with whom they agree."""
+        """Return the first difference, once the other ranks have had time to report which side they agree
+        with.
+        """
         if self._found is None:
             return None
         if self._found_at is None:

@@ -1,4 +1,4 @@
-"""The doors that use an engine: who they are, whether they live, and when none is left."""
+"""Tracks the doors that use an engine: their identity, whether they live, and when none is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tridecode.backend.supervisor import processes
 from tridecode.backend.wire.messages import Hello
 
 FROZEN_S = 10.0  # a door without a ping for this long is logged as frozen
-GOODBYE_GRACE_S = 2.0  # how long the engine outlives the last door that said goodbye
+GOODBYE_GRACE_S = 2.0  # how long the engine outlives the last door that sent Goodbye
 LOST_GRACE_S = 60.0  # … and the last door that died: `tridecode serve` brings it back
 _KNOWN = 256  # door processes remembered before the dead are forgotten
 
@@ -31,7 +31,7 @@ class DoorBook:
         self._doors: dict[bytes, Door] = {}
         self._known: set[tuple[int, int]] = (
             set()
-        )  # pid and start of the door processes that live, or did lately
+        )  # pid and start of the door processes that live or died recently
         self._empty_since = now
         self._grace = LOST_GRACE_S
 
@@ -48,7 +48,7 @@ class DoorBook:
         return list(self._doors.values())
 
     def hello(self, identity: bytes, hello: Hello, now: float) -> bool:
-        """Enter a door; True if its process was not known, False if it only connects again."""
+        """Add a door; return True if its process is new, False if it only reconnects."""
         process = processes.identify(hello.pid)
         for other, door in list(self._doors.items()):  # its earlier connection
             if other != identity and door.process == process and door.hello.door == hello.door:
@@ -62,7 +62,7 @@ class DoorBook:
         return new
 
     def ping(self, identity: bytes, now: float) -> bool:
-        """False if we do not know the sender: it said hello to a supervisor before us."""
+        """Return False if the sender is unknown: its Hello went to an earlier supervisor."""
         door = self._doors.get(identity)
         if door is None:
             return False
@@ -79,10 +79,10 @@ class DoorBook:
             self._left(door, now, GOODBYE_GRACE_S)
 
     def look(self, now: float) -> None:
-        """Strike out the dead, speak of the frozen."""
+        """Remove dead doors, log frozen ones."""
         for identity, door in list(self._doors.items()):
             if door.process is None or not processes.alive(door.process):
-                _log.warning("door %s (pid %d) died without a goodbye", door.hello.door, door.hello.pid)
+                _log.warning("door %s (pid %d) died without Goodbye", door.hello.door, door.hello.pid)
                 del self._doors[identity]
                 self._left(door, now, LOST_GRACE_S)
             elif not door.frozen and now - door.heard_at > FROZEN_S:

@@ -1,4 +1,4 @@
-"""The life of the engine through its epochs. No sockets and no waiting: words and times in, a state out.
+"""The life of the engine through its epochs. No sockets and no waiting: messages and times in, a state out.
 
 starting ── all ranks ready ──> ready
    │  ^                           │
@@ -6,7 +6,7 @@ starting ── all ranks ready ──> ready
    │                      ^
    ├──────────────────────┘           a start failed
    └──> failed                        it would fail again in the same way; left when a setting changes, a new
-                                      door comes, or FAILED_RETRY_S have passed
+   door connects, or FAILED_RETRY_S have passed
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
 from tridecode.backend.wire.messages import EngineState
 
-FAILED_RETRY_S = 60.0  # a file may have come back without a change that shows
-FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row
+FAILED_RETRY_S = 60.0  # a file may have been restored without a visible change
+FIRST_BACKOFF_S = 0.5  # doubles with each consecutive failure
 MAX_BACKOFF_S = 30.0
 READY_BACKOFF_S = 4.0  # the longest pause after the death of an engine that had been ready
-HEALTHY_S = 30.0  # an engine that was ready for this long ends the row
+HEALTHY_S = 30.0  # an engine that was ready for this long resets the count of failures
 CHANGE_CHECK_S = 1.0  # interval at which a failed engine's settings are checked
-SLOW_DEATH_S = 5.0  # a killed rank that lives longer is logged
+SLOW_DEATH_S = 5.0  # a killed rank that survives longer is logged
 
-#: failures in a row after which the next pause is READY_BACKOFF_S
+#: consecutive failures after which the next pause is READY_BACKOFF_S
 _READY_FAILURES = int(math.log2(READY_BACKOFF_S / FIRST_BACKOFF_S))
 
 _log = logging.getLogger("tridecode.supervisor")
@@ -37,9 +37,9 @@ _log = logging.getLogger("tridecode.supervisor")
 class EngineLife:
     """Times are monotonic seconds that the caller gives; nothing here sleeps or blocks.
 
-    read_settings, fingerprint: of the engine's files, now. start: starts the ranks of an epoch.
-    endpoint: address of rank 0 in an epoch. first_epoch: the epoch before the first one. waits_for: what else
-    must be there before a start, as "waiting for …"; "" when all is; may raise TridecodeError.
+    read_settings, fingerprint: read the current files of the engine. start: starts the ranks of an epoch.
+    endpoint: address of rank 0 in an epoch. first_epoch: the number before the first epoch. waits_for:
+    describes what a start still needs, as "waiting for …", or ""; may raise TridecodeError.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class EngineLife:
         self._ready_since: float | None = None
         self._killed_at: float | None = None
         self._next_check = 0.0
-        self._failures = 0  # in a row, for the backoff
-        self._failed_starts = 0  # in a row, for the text
+        self._failures = 0  # consecutive failures, for the backoff
+        self._failed_starts = 0  # consecutive failures, for the text
         self.epoch = first_epoch
         self.phase = "starting"
         self.detail = "starting the supervisor"
@@ -75,7 +75,7 @@ class EngineLife:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sequences that run and that wait."""
+        """Return the numbers of running and of waiting sequences."""
         return self._group.load if self._group and self.phase == "ready" else (0, 0)
 
     @property
@@ -84,7 +84,7 @@ class EngineLife:
         return self._group
 
     def tick(self, now: float) -> None:
-        """Check the ranks and take the next step that is due."""
+        """Check the ranks and make the next transition that is due."""
         if self.phase in ("stopping", "closing"):
             return
         if self.phase == "failed":
@@ -95,19 +95,19 @@ class EngineLife:
             self._watch(self._group, now)
 
     def hear(self, message: RankMessage, now: float) -> None:
-        """A word of a rank; those of earlier epochs are void."""
+        """Handle a rank's message; those of earlier epochs are ignored."""
         if self._group is not None and message.epoch == self.epoch:
             self._group.hear(message, now)
 
     def forgive(self, now: float, pause_s: float) -> None:
-        """This process was paused for pause_s: no peer's silence in that time counts."""
+        """Ignore the peers' silence during a pause of this process, of pause_s seconds."""
         if self._group is not None:
             self._group.forgive(now, pause_s)
 
     def new_door(self, now: float, alone: bool) -> None:
-        """A door process that was not known came. alone: no other door uses the engine."""
+        """Handle the first Hello of a door process. alone: no other door uses the engine."""
         if self.phase == "failed":
-            self._retry(now, "a door has asked again")
+            self._retry(now, "a new door has connected")
         elif self.phase == "ready" and self._fingerprint() != self._seen:
             if alone:
                 self._down(now, Failure("its settings have changed"))
@@ -118,7 +118,7 @@ class EngineLife:
                 )
 
     def stop(self, detail: str, with_server: bool) -> None:
-        """Start nothing any more. The caller ends the ranks: `kill` and `gone`.
+        """Start nothing from now on. The caller ends the ranks with `kill` and `gone`.
 
         with_server: the whole server ends, so no other engine will continue the open requests.
         """
@@ -132,7 +132,7 @@ class EngineLife:
         return self._group is None or self._group.gone()
 
     def living(self) -> str:
-        """The ranks that have not ended, in words."""
+        """Describe the ranks that have not ended."""
         return "" if self._group is None else self._group.living()
 
     def _rebuild_when_due(self, now: float) -> None:
@@ -219,5 +219,5 @@ class EngineLife:
 
 
 def _reason(detail: str) -> str:
-    """The first failure of a row of retries, so that the text does not grow with each."""
+    """Return the first of consecutive failures, so that the text does not grow with each retry."""
     return detail.rpartition("; before: ")[2]

@@ -19,8 +19,9 @@ from tridecode.backend.nodes.devices import count_visible
 @dataclass(frozen=True)
 class EngineSettings:
     """demand: GPUs of all engines of the model. devices, start_timeout_s, step_timeout_s: as in EngineConfig.
-    on_cpu: whether its ranks need no GPU. device_options: of each rank where the model has several engines:
-    which GPUs are this one's."""
+    on_cpu: whether its ranks need no GPU. device_options: for a model with several engines, the rank options
+    that select this engine's GPUs.
+    """
 
     demand: Demand = Demand(1, 1)
     devices: str = "auto"
@@ -64,8 +65,10 @@ def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> En
 def device_options(
     groups: Sequence[InstanceGroup], config: EngineConfig, demand: Demand, number: int
 ) -> tuple[str, ...]:
-    """The options that name the GPUs of engine `number` to its ranks; () where config alone does. Raises
-    ConfigError where this node has too few."""
+    """Return the rank options that select the GPUs of engine `number`; () if the config alone does.
+
+    Raises ConfigError if this node has too few GPUs.
+    """
     visible = count_visible()
     gpus = engine_gpus(groups, number, demand, config.devices, visible, shown_here(visible))
     if demand.engines == 1 and not any(group.gpus for group in groups):
@@ -76,10 +79,10 @@ def device_options(
 
 
 def check_shares(engine_dir: str, config: EngineConfig) -> None:
-    """Raises ConfigError if heads or layers of config.ini do not suit the numbers of ranks.
+    """Raise ConfigError if heads or layers of config.ini cannot be split over the ranks.
 
-    For the time before any process starts, without torch. A file that this cannot read is for the ranks,
-    which know every family; they check again.
+    This check needs no torch and runs before any process starts. A file that it cannot read is left to the
+    ranks, which know every family and check again.
     """
     try:
         ini = Path(checkpoint_dir(engine_dir)) / "config.ini"
@@ -97,12 +100,14 @@ def check_shares(engine_dir: str, config: EngineConfig) -> None:
 
 
 def fingerprint(engine_dir: str) -> tuple:
-    """Changes when config.pbtxt or the model's config.ini changes: size and modification time of each."""
+    """Return a value that changes with config.pbtxt or the model's config.ini: size and modification time of
+    each.
+    """
     files = [Path(engine_dir) / FILE]
     try:
         files.append(Path(checkpoint_dir(engine_dir)) / "config.ini")
     except TridecodeError:
-        pass  # a broken config.pbtxt is told by its own size and time
+        pass  # a broken config.pbtxt is identified by its own size and time
     return tuple((str(file), *_size_and_time(file)) for file in files)
 
 

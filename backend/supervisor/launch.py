@@ -1,5 +1,5 @@
-"""How a door finds the supervisor of its engine, or starts one. Imports the standard library, zmq's users and
-msgspec only.
+"""Finds or starts the supervisor of an engine, for a door. Imports the standard library, zmq and msgspec
+only.
 
 The supervisor holds the runtime folder's lock for as long as it lives. The process that gets the lock starts
 a new supervisor and hands the lock over to it, so that two doors never start two.
@@ -24,9 +24,9 @@ from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.backend.wire import messages
 
-START_S = 20.0  # a supervisor answers within this time: a python start and four imports
+START_S = 20.0  # a supervisor answers within this time: Python's start and four imports
 ANSWER_S = 3.0  # a supervisor that has not answered a ping after this time is replaced,
-STOPPED_S = 0.6  # and one that is stopped by a signal after this one: it cannot be merely slow
+STOPPED_S = 0.6  # and after this one if a signal has stopped it: it cannot be merely slow
 _LOOK_S = 0.05  # poll interval while waiting for an answer
 _ENDED = "the engine's supervisor has ended"
 
@@ -40,15 +40,15 @@ def ensure(
     number: int = 0,
     replacing: Callable[[str], None] = lambda reason: None,
 ) -> str:
-    """The control endpoint of the supervisor for an engine of `engine_dir`, which is started if none runs.
+    """Return the control endpoint of the supervisor for an engine of `engine_dir`; start one if none runs.
 
     engine_dir: the model directory that holds config.pbtxt and the version folders. server_pid: the
-    tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. number: of the
-    engine among those of instance_group. Any number of doors may call at once. A door that gets no
-    EngineState for SILENCE_S should call again and reconnect: the supervisor was killed, frozen or about to
-    leave. replacing(reason): called before a new supervisor is started in place of one that was killed or
-    does not answer; its engine ends with it. Blocks for as long as a supervisor takes to start, START_S at
-    most. Raises EngineDownError if it does not start or the server is stopping, ConfigError if the setting is
+    tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. number: index of
+    the engine in instance_group. Any number of doors may call concurrently. A door that gets no EngineState
+        for SILENCE_S should call again and reconnect: the supervisor was killed, is frozen or is about to
+    exit. replacing(reason): called before a new supervisor is started in place of one that was killed or does
+    not answer; its engine ends with it. Blocks for as long as a supervisor takes to start, START_S at most.
+    Raises EngineDownError if it does not start or the server is stopping, ConfigError if the setting is
     wrong.
     """
     given = os.environ.get("TRIDECODE_CONTROL_ENDPOINT")
@@ -85,15 +85,15 @@ def ensure(
 
 
 def _silence(folder: Path) -> str | None:
-    """None if the supervisor that holds the folder's lock answers; "" while it starts or leaves.
+    """Return None if the supervisor that holds the folder's lock answers; "" while it starts or exits.
 
-    One that does not answer is killed, and the text says why.
+    One that does not answer is killed, and the returned text says why.
     """
     control = folder / runtime_dir.CONTROL
     owner = runtime_dir.read_owner(folder)
     holder = processes.identify(owner.holder_pid) if owner else None
     if owner is not None and holder is None:
-        return _ENDED  # killed: its lock goes, or its successor's start has begun
+        return _ENDED  # killed: its lock is released, or its successor's start has begun
     if holder is None or not control.exists():
         return ""
     if _pings(holder, runtime_dir.endpoint(control)):
@@ -113,7 +113,8 @@ def _pings(holder: processes.ProcessId, control: str) -> bool:
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(control)
-        socket.send(messages.encode(messages.Ping()))  # answered with Unknown, as this socket says no Hello
+        # answered with Unknown, since this socket sends no Hello
+        socket.send(messages.encode(messages.Ping()))
         began = time.monotonic()
         watch, stopped_since = pauses.PauseWatch(began, _LOOK_S), None
         while not socket.poll(int(1000 * _LOOK_S)):
@@ -132,7 +133,7 @@ def _pings(holder: processes.ProcessId, control: str) -> bool:
 def _start(
     folder: Path, fd: int, engine_dir: str, server: processes.ProcessId, number: int, deadline: float
 ) -> str:
-    """Start a supervisor that takes the lock `fd` over; returns when its socket is bound."""
+    """Start a supervisor that inherits the lock `fd`; return when its socket is bound."""
     _clear(folder)
     control = runtime_dir.endpoint(folder / runtime_dir.CONTROL)
     command = [engine_python(), "-m", "tridecode.backend.supervisor"]
@@ -168,13 +169,14 @@ def _clear(folder: Path) -> None:
     """Remove the files of a killed supervisor, except the record of its epochs."""
     for entry in folder.iterdir():
         if entry.name != runtime_dir.OWNER:
-            entry.unlink(missing_ok=True)  # its last rank may be at the same work
+            entry.unlink(missing_ok=True)  # its last rank may be removing the same files
 
 
 def engine_python() -> str:
-    """The python that runs supervisor and engine: $TRIDECODE_ENGINE_PYTHON, else the first python3 on PATH.
+    """Return the Python that runs supervisor and engine: $TRIDECODE_ENGINE_PYTHON, else the first python3 on
+    PATH.
 
-    Not sys.executable: in Triton's stub it names the door's python, or nothing.
+    Not sys.executable: in Triton's stub it is the door's Python, or empty.
     """
     path = os.environ.get("TRIDECODE_ENGINE_PYTHON") or shutil.which("python3")
     if not path:
@@ -185,10 +187,9 @@ def engine_python() -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """The engine's environment: ours, with the variables that `tridecode serve` had to change for the doors
-    set back.
+    """Return our environment, with the variables restored that `tridecode serve` had to change for the doors.
 
-    TRIDECODE_ENGINE_<NAME> holds the value for PATH and LD_LIBRARY_PATH; an empty one unsets the variable.
+    TRIDECODE_ENGINE_<NAME> holds the original PATH or LD_LIBRARY_PATH; an empty one unsets the variable.
     """
     environment = dict(os.environ)
     for name in ("PATH", "LD_LIBRARY_PATH"):

@@ -1,11 +1,11 @@
-"""Tells a loop's thread that hangs asleep from one that takes long. Linux's /proc; no torch.
+"""Distinguishes a loop's thread that hangs asleep from one that is slow, by Linux's /proc. No torch.
 
 A thread that computes, spins on its GPU, or waits for a core or the disk is running (R) or blocked (D), or
-other threads of its process compute for it. A thread that sleeps (S), has not run for a single instruction,
-and has nobody in its process that does anything for it, waits for another process. In a step it has no
-business to, except in an exchange with other ranks and in the synchronisation with its GPU, which say so
-(`waits`). Starvation, swapping and paused processes therefore never look like this. A thread that loops for
-ever runs, and cannot be told from a long step: step_timeout_s is for that.
+other threads of its process compute for it. A thread that sleeps (S), has not run a single instruction, and
+has no other thread of its process working for it, waits for another process. Within a step that is legitimate
+only in an exchange with other ranks or a synchronisation with its GPU, and both are reported (`waits`).
+Starvation, swapping and paused processes never look like this. A thread in an endless loop runs, and cannot
+be distinguished from a long step: step_timeout_s covers that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 _TASKS = Path("/proc/self/task")
-_OTHERS_SHARE = 0.2  # of a core: threads that use less (heartbeats, sockets) compute nothing for the loop
+_OTHERS_SHARE = 0.2  # share of a core: threads that use less (heartbeats, sockets) do not work for the loop
 
 
 class LoopWatch:
-    """Looks at one thread from another one of its process, at regular intervals. Times are monotonic
-    seconds."""
+    """Watches one thread from another one of its process, at regular intervals. Times are monotonic
+    seconds.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -36,8 +37,10 @@ class LoopWatch:
         self._busy: set[str] = set()
 
     def look(self, now: float, thread: threading.Thread) -> float:
-        """Seconds for which the thread has slept without a reason to; 0.0 if it has run since the last look,
-        or may still get what it waits for from this process."""
+        """Return the seconds for which the thread has slept without a reason.
+
+        0.0 if it has run since the last call, or if another thread of this process may still wake it.
+        """
         ran, before = _schedule(thread.native_id), self._ran
         cpu = (now, time.process_time() - time.thread_time())
         computing = cpu[1] - self._cpu[1] > _OTHERS_SHARE * (now - self._cpu[0])
@@ -50,15 +53,19 @@ class LoopWatch:
 
     def _others_work(self) -> bool:
         """Return whether another thread was running both now and at the previous check; heartbeats take less
-        time."""
+        time.
+        """
         busy, before = _busy_others(), self._busy
         self._busy = busy
         return bool(busy & before)
 
 
 def _schedule(native_id: int | None) -> str:
-    """Changes whenever the thread runs: its time on a core, its waits for one, its turns; "" if the kernel
-    does not tell, or says that it never ran."""
+    """Return a text that changes whenever the thread runs: its time on a core, its waits for one, its time
+    slices.
+
+    "" if the kernel does not report it, or reports that the thread never ran.
+    """
     try:
         text = (_TASKS / str(native_id) / "schedstat").read_text()
     except OSError:
@@ -67,7 +74,7 @@ def _schedule(native_id: int | None) -> str:
 
 
 def _busy_others() -> set[str]:
-    """The threads but the calling one that run, wait for a core, or are blocked by the disk."""
+    """Return the other threads that run, wait for a core, or are blocked by the disk."""
     others = {*os.listdir(_TASKS)} - {str(threading.get_native_id())}
     return {name for name in others if _state(name) not in ("S", "I", "")}
 
@@ -81,8 +88,10 @@ def _state(task: str) -> str:
 
 
 def place_of(thread: threading.Thread) -> str:
-    """The line of Python that a thread is in and the one that called it, "file.py line 7 (function), called
-    by …"; "" for an ended thread."""
+    """Return the current Python line of a thread and its caller, "file.py line 7 (function), called by …".
+
+    "" for a thread that has ended.
+    """
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     found: list[str] = []
     while frame is not None and len(found) < 2:

@@ -1,8 +1,8 @@
-"""The supervisor: one process per engine that starts the ranks, tells the doors how the engine is, and cleans
-up.
+"""The supervisor: one process per engine that starts the ranks, reports the engine's state to the doors, and
+cleans up.
 
-It shares the life of one tritonserver: when that is gone, however it ended, the supervisor ends the ranks and
-the stubs that are left, and removes the server's shared memory, the sockets and the runtime folder.
+It lives as long as one tritonserver: when that is gone, however it ended, the supervisor ends the remaining
+ranks and stubs, and removes the server's shared memory, the sockets and the runtime folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tridecode.backend.wire.messages import (
 )
 
 TICK_S = 0.1  # interval at which processes are checked
-STOP_GRACE_S = 2.0  # time that ranks have to end by themselves
+STOP_GRACE_S = 2.0  # time that ranks have to exit by themselves
 STUBS_EVERY_S = 2.0  # interval at which the server's stubs and their shared memory are listed
 PLACE_EVERY_S = 1.0  # interval at which the runtime folder and the socket are checked
 
@@ -48,13 +48,14 @@ _log = logging.getLogger("tridecode.supervisor")
 
 @dataclass
 class Place:
-    """Whom the supervisor works for and where: the arguments of its process."""
+    """The arguments of the supervisor's process: its owner, its engine and its folder."""
 
     engine_dir: str
     folder: Path
     lock_fd: int
-    server: processes.ProcessId  # whose life the engine shares: tritonserver, or the guard that restarts it
-    rank_command: list[str]  # argument list before the options; tests put a rank without torch here
+    # process on whose life the engine depends: tritonserver, or the guard that restarts it
+    server: processes.ProcessId
+    rank_command: list[str]  # command before the options; tests pass a rank without torch
     number: int = 0  # of the engine among those of instance_group
 
 
@@ -74,7 +75,7 @@ class Supervisor:
         self.owner = runtime_dir.owner_of(place.server)
         self.owner.holder_pid = os.getpid()
         self.owner.epoch = last.epoch if last else 0
-        self._complaints: dict[str, str] = {}  # subject -> the error that was logged for it
+        self._complaints: dict[str, str] = {}  # subject -> last error logged for it
         self._write_owner()
         ranks.kill_strays(self.control)
         self.nodes = Nodes(place.engine_dir, place.server, place.folder.parent)
@@ -99,12 +100,12 @@ class Supervisor:
         self._write_state(now)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 100)  # a frozen door loses states, it does not fill our memory
+        self._socket.setsockopt(zmq.SNDHWM, 100)  # a frozen door loses states instead of filling our memory
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.bind(self.control)
 
     def run(self) -> None:
-        """Serve until the server is gone, no door is left, or a signal asks to stop; then clean up."""
+        """Serve until the server is gone, no door is left, or a stop signal arrives; then clean up."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         watch = PauseWatch(time.monotonic(), TICK_S)
@@ -112,7 +113,7 @@ class Supervisor:
             self._socket.poll(int(TICK_S * 1000))
             now = time.monotonic()
             if pause := watch.turn(now):
-                _log.warning("the supervisor itself stood still for %.1f s", pause)
+                _log.warning("the supervisor itself was paused for %.1f s", pause)
                 self.life.forgive(now, pause)
                 self.doors.forgive(now)
             self._receive(now)
@@ -183,7 +184,7 @@ class Supervisor:
                 state_file.touch(self.place.folder)
         except OSError as error:
             self._complain("the state file", error)
-            self._written = None  # to be written whole once that works again
+            self._written = None  # incomplete: to be rewritten once that works again
         else:
             self._written = content
             self._complaints.pop("the state file", None)
@@ -196,10 +197,10 @@ class Supervisor:
             self._complain("the record of the runtime folder", error)
 
     def _complain(self, what: str, error: OSError) -> None:
-        """Log once that a file could not be written: the engine serves on without it."""
+        """Log once that a file could not be written; the engine keeps serving without it."""
         if self._complaints.get(what) != str(error):
             self._complaints[what] = str(error)
-            _log.error("%s cannot be written (%s); serving goes on without it", what, error)
+            _log.error("%s cannot be written (%s); serving continues without it", what, error)
 
     # ------------------------------------------------------------ the runtime folder
 
@@ -212,9 +213,9 @@ class Supervisor:
             if not runtime_dir.holds(self.place.folder, self.place.lock_fd):
                 self._restore_folder()
             control = self.place.folder / runtime_dir.CONTROL
-            if not self._stop_reason and not control.exists():  # restoring may have set it
+            if not self._stop_reason and not control.exists():  # set if restoring failed
                 self._socket.bind(self.control)  # the old connections stay open
-                _log.warning("the socket %s was deleted; it is there again", control)
+                _log.warning("the socket %s was deleted and has been recreated", control)
         except (OSError, zmq.ZMQError) as error:
             self._complain(f"the runtime folder {self.place.folder}", OSError(str(error)))
 
@@ -227,7 +228,7 @@ class Supervisor:
         self.place.lock_fd = fd
         self._written = None
         self._write_owner()
-        _log.warning("the runtime folder %s was deleted; it is there again", self.place.folder)
+        _log.warning("the runtime folder %s was deleted and has been recreated", self.place.folder)
 
     # ------------------------------------------------------------ the ranks
 
@@ -239,7 +240,7 @@ class Supervisor:
         return read_engine_settings(self.place.engine_dir, self.place.number, self.nodes.size)
 
     def _rank_options(self, epoch: int) -> list[str]:
-        """The command of a rank, before the options that differ between ranks."""
+        """Return the command of a rank, before the options that differ between ranks."""
         options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
         return [*self.place.rank_command, *options, "--endpoint", self._engine_endpoint(epoch)]
 
@@ -266,12 +267,12 @@ class Supervisor:
                 self._stop_reason = "no door is left"
 
     def _find_stubs(self) -> list[shared_memory.Stub]:
-        """The living stubs of the server, and of each server that a door has named."""
+        """Return the living stubs of the server, and of each server that a door has named."""
         servers = {self.place.server.pid, *(door.hello.server_pid for door in self.doors.doors)}
         return [stub for server in servers for stub in shared_memory.stubs_of(server)]
 
     def _end(self) -> None:
-        """End the ranks first by word, then by force; then leave nothing behind."""
+        """Ask the ranks to stop, kill those that remain, then remove all files."""
         _log.info("stopping: %s", self._stop_reason)
         self.life.stop(self._stop_reason, (self.place.folder.parent / runtime_dir.STOPPING).exists())
         self._tell(time.monotonic())
@@ -282,7 +283,7 @@ class Supervisor:
             self.nodes.tick(time.monotonic(), self.life)
             time.sleep(0.02)
         if left := self.life.living():
-            # no door is left that could have an open request: nobody loses anything
+            # no door is left that could have an open request
             _log.info("ranks still ran %g s after the stop, and end now: %s", STOP_GRACE_S, left)
         self.life.kill()
         while not self.life.gone():

@@ -1,5 +1,4 @@
-"""Processes by identity: a pid together with its start time, so that a reused pid is never mistaken for the
-old one.
+"""Identifies processes by pid and start time, so that a reused pid is never mistaken for the old process.
 
 Reads /proc only (Linux); imports nothing of ours, so a door may use it too.
 """
@@ -28,7 +27,7 @@ STATE_WORDS = {
 
 
 class ProcessId(NamedTuple):
-    """One process for all time of one boot: pid, and its start in clock ticks since boot."""
+    """One process, unique within one boot: pid, and its start in clock ticks since boot."""
 
     pid: int
     start: int
@@ -47,7 +46,7 @@ def _stat(pid: int) -> list[str] | None:
 def state(pid: int) -> str:
     """The one-letter state that ps shows (R, S, D, T, t, Z, …); "" if there is no such process.
 
-    X: it has begun to end. Its connections may be closed some time before its parent sees the end.
+    X: it is exiting. Its connections may close some time before its parent sees the exit.
     """
     fields = _stat(pid)
     if fields is None:
@@ -93,7 +92,7 @@ def children(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process; empty for a zombie, or one that is gone or not ours to read."""
+    """Return the arguments of a process; empty if it is a zombie, gone, or not readable by us."""
     return [part.decode(errors="replace") for part in _read(pid, "cmdline").split(b"\0")[:-1]]
 
 
@@ -111,13 +110,13 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def kill(process: ProcessId, signum: int = signal.SIGKILL) -> None:
-    """Signal the process if it still is the same one; nothing if it is gone."""
+    """Signal the process if it is still the same one; do nothing if it is gone."""
     if alive(process):
         _signal(os.kill, process.pid, signum)
 
 
 def kill_group(leader: int, signum: int = signal.SIGKILL) -> None:
-    """Signal every process of the group; nothing if it is gone."""
+    """Signal every process of the group; do nothing if it is gone."""
     _signal(os.killpg, leader, signum)
 
 
@@ -129,8 +128,11 @@ def _signal(send, pid: int, signum: int) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends; also for preexec_fn, in a process
-    without gRPC: preexec_fn makes subprocess fork, and gRPC's threads may abort in the fork."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    May be used as preexec_fn in a process without gRPC: preexec_fn makes subprocess fork, and gRPC's threads
+    may abort in the fork.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""A rank's connection to its supervisor: sends heartbeats, receives Stop, ends an orphan. No torch."""
+"""A rank's connection to its supervisor: sends heartbeats, receives Stop, ends an orphaned rank. No torch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from tridecode.backend.wire.messages import (
 )
 
 SUPERVISOR_SILENCE_S = 5.0  # a supervisor that is silent for longer is considered dead
-FLUSH_S = 2.0  # how long `close` waits until its messages are sent
+FLUSH_S = 2.0  # longest time that `close` waits for its messages to be sent
 _POLL_S = 0.02
 
 _log = logging.getLogger("tridecode.rank")
 
 
 class Exchange(Protocol):
-    """waits: the exchange with other ranks that this rank waits in, or the synchronisation with its GPU; ""
-    for none."""
+    """waits: the exchange with other ranks, or the GPU synchronisation, in which this rank waits; "" for
+    none.
+    """
 
     waits: str
 
@@ -47,9 +48,9 @@ class RankStatus:
     BEAT_S.
 
     busy_since: time.monotonic() when the current step began; 0.0 between steps. metrics: replaced whole,
-    never changed in place. digest: (steps, RankDigest.tokens after them), replaced whole. exchange: has what
-    the rank waits in. loop: the thread that runs the steps, while it does; idles: whether it may sleep for
-    long between them.
+    never changed in place. digest: (steps, RankDigest.tokens after them), replaced whole. exchange: what the
+    rank waits in. loop: the thread that runs the steps, while it does; idles: whether that thread may sleep
+    for long between steps.
     """
 
     def __init__(self) -> None:
@@ -70,17 +71,17 @@ class RankStatus:
         return "" if self.exchange is None else self.exchange.waits
 
     def forgive(self, pause_s: float) -> None:
-        """The process was paused for pause_s: that is not time spent in the step."""
+        """Subtract a pause of this process, of pause_s seconds, from the time of the step."""
         if self.busy_since:
             self.busy_since += pause_s
 
 
 class RankLink:
-    """A daemon thread that beats for this rank.
+    """A daemon thread that sends this rank's heartbeats.
 
     control: the supervisor's endpoint. epoch, rank: from the command line. on_stop, which may also be set
-    later: called in the link's thread when the supervisor asks the rank to end, two seconds before it kills;
-    without one the process ends at once. Where the supervisor is gone (another parent, or silence for
+    later: called in the link's thread when the supervisor asks the rank to stop, two seconds before it kills
+    the rank; without it the process exits at once. If the supervisor is gone (another parent, or silence for
     SUPERVISOR_SILENCE_S) the process ends with os._exit(1).
     """
 
@@ -100,8 +101,9 @@ class RankLink:
         self._thread.start()
 
     def progress(self, what: str, waits_for: Sequence[int] = ()) -> None:
-        """Report what a starting rank is doing ("loading layer 3 of 24"), for people; and the ranks that it
-        waits for."""
+        """Report what a starting rank is doing, as text ("loading layer 3 of 24"), and the ranks that it
+        waits for.
+        """
         self._outbox.put(RankProgress(self._epoch, self._rank, what, list(waits_for)))
 
     def tell(self, digest: RankDigest) -> None:
@@ -111,12 +113,15 @@ class RankLink:
         self._outbox.put(RankReady(self._epoch, self._rank))
 
     def failed(self, error: str, fatal: bool, cause: str = "self") -> None:
-        """Say why this rank ends, and close. fatal, cause: see RankFailed."""
+        """Report why this rank ends, and close. fatal, cause: see RankFailed."""
         self._outbox.put(RankFailed(self._epoch, self._rank, error, fatal, cause))
         self.close()
 
     def close(self) -> None:
-        """Send what is left and stop beating; waits FLUSH_S at most. The process should end now."""
+        """Send pending messages and stop the heartbeats; waits at most FLUSH_S.
+
+        The process should exit now.
+        """
         self._closing.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(FLUSH_S)
@@ -172,7 +177,7 @@ class RankLink:
         self._asleep = asleep_s, place_of(thread) if asleep_s else ""
 
     def beat(self) -> EngineBeat:
-        """The status as it is now. For any thread: rank 0 sends it to the doors too."""
+        """Return the current status. Any thread: rank 0 sends it to the doors too."""
         status, now = self.status, time.monotonic()
         busy_since = status.busy_since
         return EngineBeat(

@@ -28,11 +28,11 @@ class RankProcess(Protocol):
         """The one-letter state that ps shows; "" if there is no such process."""
 
     def kill(self) -> None:
-        """SIGKILL to the process and to its children, which may outlive it."""
+        """Send SIGKILL to the process and to its children, which may outlive it."""
 
 
 class LocalProcess:
-    """A rank on this node, in a session of its own, so that its whole tree can be killed."""
+    """A rank on this node, in a process session of its own, so that its whole tree can be killed."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class LocalProcess:
 
 
 class Rank:
-    """One rank of an epoch, and what it has said."""
+    """One rank of an epoch, and the messages that it has sent."""
 
     def __init__(self, index: int, process: RankProcess, now: float) -> None:
         self.index = index
@@ -86,7 +86,7 @@ class Rank:
 
     @property
     def exchange(self) -> str:
-        """The exchange with other ranks that it waits in, or the synchronisation with its GPU."""
+        """Return the exchange with other ranks, or the GPU synchronisation, in which it waits."""
         return "" if self.beat is None else self.beat.waits
 
     def poll(self, now: float) -> int | None:
@@ -97,7 +97,7 @@ class Rank:
         return code
 
     def kill(self) -> None:
-        """SIGKILL to the rank and to its children, which may outlive it."""
+        """Send SIGKILL to the rank and to its children, which may outlive it."""
         if not self._killed:
             self._killed = True
             self.process.kill()
@@ -127,7 +127,7 @@ class RankGroup:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sequences that run and that wait, as rank 0 last said."""
+        """Return the numbers of running and waiting sequences that rank 0 reported last."""
         beat = self.ranks[0].beat
         return (beat.running, beat.waiting) if beat else (0, 0)
 
@@ -144,25 +144,25 @@ class RankGroup:
             self._digests.hear(tokens)
 
     def forgive(self, now: float, pause_s: float) -> None:
-        """Count silence from now on: this process itself stood still for pause_s."""
+        """Subtract a pause of this process, of pause_s seconds, from the ranks' silence."""
         self.started_at += pause_s
         for rank in self.ranks:
             rank.heard_at = now
 
     def progress(self) -> str:
-        """The progress of the ranks that are not ready."""
+        """Describe the progress of the ranks that are not ready."""
         if len(self.ranks) == 1:
             return self.ranks[0].progress
         late = [f"rank {rank.index}: {rank.progress}{_waits(rank)}" for rank in self.ranks if not rank.ready]
         return "; ".join(late) or "all ranks are ready"
 
     def check(self, now: float, start_timeout_s: float, step_timeout_s: float) -> Failure | None:
-        """The first cause found of why the epoch is over, or None while all is well."""
+        """Return the first cause found for the end of the epoch, or None while all is well."""
         cause = find_cause(self.ranks, now, self.started_at, start_timeout_s, step_timeout_s)
         return cause or self._digests.cause(now)
 
     def living(self) -> str:
-        """The ranks that have not ended, and what their processes do; "" if all have."""
+        """Describe the ranks that have not ended, and what their processes do; "" if all have ended."""
         return "; ".join(
             f"{ranks_text([rank.index])} ({processes.STATE_WORDS.get(rank.process.state(), 'busy')})"
             for rank in self.ranks
@@ -170,7 +170,7 @@ class RankGroup:
         )
 
     def kill(self) -> None:
-        """SIGKILL to every rank and its children; `gone` says when they have ended."""
+        """Send SIGKILL to every rank and its children; `gone` returns when they have ended."""
         for rank in self.ranks:
             rank.kill()
 

@@ -1,11 +1,11 @@
-"""The runtime folder of one engine: its sockets, its lock, and the record of whom it belongs to.
+"""The runtime folder of one engine: its sockets, its lock, and the record of its owner.
 
     <base>/<name>/owner          locked (flock) by the process that uses the folder; holds an Owner as JSON
                   control.sock   the supervisor's socket
                   engine-N.sock  rank 0 of epoch N
                   state.json     the supervisor's last message (state_file.py)
 
-A lock ends with its process, however that ends, so "locked" means "runs". Stdlib and msgspec
+A lock is released when its process ends, however it ends, so "locked" means "running". Stdlib and msgspec
 only.
 """
 
@@ -33,12 +33,12 @@ OWNER = "owner"
 OWNER_BYTES = 1024  # length of the record on disk
 CONTROL = "control.sock"
 UNWRITTEN_S = 60.0  # a folder without a record is stale after this time
-SWEEP_S = 10.0  # a sweep holds the lock of one folder for less than this
-STOPPING = "stopping"  # a file of this name in the parent: the server is going, start nothing new
+SWEEP_S = 10.0  # a sweep holds the lock of a folder for less than this
+STOPPING = "stopping"  # a file of this name in the parent: the server is shutting down, start nothing new
 
 
 class Owner(msgspec.Struct):
-    """Whose the folder is: the server process, and in which boot and pid namespace its pid means anything."""
+    """The folder's owner: the server process, and the boot and pid namespace in which its pid is valid."""
 
     server_pid: int
     server_start: int
@@ -46,7 +46,7 @@ class Owner(msgspec.Struct):
     pid_namespace: int
     epoch: int = 0  # the last engine epoch that was started here; the next supervisor continues from it
     holder_pid: int = 0  # the process that holds the lock
-    shm_prefix: str = ""  # shared memory regions that go with the folder
+    shm_prefix: str = ""  # shared memory regions to remove with the folder
 
 
 def owner_of(server: ProcessId) -> Owner:
@@ -78,8 +78,9 @@ def _private(path: Path) -> Path:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise ConfigError(
-            f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because whoever "
-            "made the link chooses where the sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
+            f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because the "
+            f"link's creator decides where the sockets are placed (set TRIDECODE_RUNTIME_DIR to another "
+            "folder)"
         )
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
@@ -91,7 +92,9 @@ def _private(path: Path) -> Path:
 
 
 def engine_dir_path(engine_dir: str, server: ProcessId, number: int = 0) -> Path:
-    """The runtime folder of an engine of `engine_dir` (an absolute path) under that server; not made yet."""
+    """Return the path of the runtime folder of `engine_dir` (an absolute path) under that server; nothing is
+    created.
+    """
     key = f"{server.pid}:{server.start}:{os.path.realpath(engine_dir)}" + (f":{number}" if number else "")
     return base_dir() / hashlib.sha256(key.encode()).hexdigest()[:12]
 
@@ -108,7 +111,7 @@ def endpoint(path: Path) -> str:
 
 
 def lock(folder: Path) -> int | None:
-    """Make the folder if need be and lock it: a file descriptor with the lock, or None if another has it.
+    """Create the folder if necessary and lock it; return the lock's file descriptor, or None if it is taken.
 
     The lock belongs to the open file, so it can be handed to a child process with pass_fds.
     """
@@ -127,12 +130,12 @@ def lock(folder: Path) -> int | None:
 
 
 def holds(folder: Path, fd: int) -> bool:
-    """Whether `fd` is still the lock of `folder`: false once the folder or its record was deleted."""
+    """Return whether `fd` is still the lock of `folder`; false once the folder or its record was deleted."""
     return _is_still(folder, fd)
 
 
 def restore(folder: Path) -> int | None:
-    """Make a deleted folder again, with its parents, and lock it. None if another process has locked it.
+    """Recreate a deleted folder, with its parents, and lock it. None if another process has locked it.
 
     Raises OSError if it cannot be made.
     """
@@ -142,7 +145,7 @@ def restore(folder: Path) -> int | None:
 
 
 def lock_new(folder: Path) -> int:
-    """Lock a new folder, whose name nobody else uses; a sweep that inspects it may hold it for a moment.
+    """Lock a new folder with a unique name; a sweep that inspects it may hold its lock for a moment.
 
     Raises ConfigError if another process uses it.
     """
@@ -175,7 +178,7 @@ def _flock(fd: int) -> bool:
 
 
 def _is_still(folder: Path, fd: int) -> bool:
-    """Return whether the folder's record is still the opened file, not a new one of the same name."""
+    """Return whether the folder's record is still the opened file, rather than a new one of the same name."""
     try:
         return os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +197,7 @@ def write_owner(fd: int, owner: Owner) -> None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """The record in the folder; None while there is none."""
+    """Return the record in the folder, or None."""
     try:
         return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -210,14 +213,14 @@ def sweep(base: Path) -> list[Path]:
     """Remove the folders in `base` that a killed server left, with their shared memory; returns what was
     removed.
 
-    A folder stays while its lock is held, while its server lives, or where this cannot be told (another pid
-    namespace of the same boot).
+    A folder stays while its lock is held, while its server lives, or if that cannot be determined (another
+    pid namespace of the same boot).
     """
     return [folder for folder in sorted(base.iterdir()) if _sweep(folder)]
 
 
 def _sweep(folder: Path) -> bool:
-    """Remove one folder if a killed server left it; whether it was removed."""
+    """Remove one folder if a killed server left it; return whether it was removed."""
     fd = _lock_existing(folder)
     if fd is None:
         return False
@@ -254,7 +257,7 @@ def _in_use(folder: Path) -> bool:
 
 
 def _is_stale(folder: Path, owner: Owner | None) -> bool:
-    if owner is None:  # its maker was killed before it wrote the record, or is about to
+    if owner is None:  # its creator was killed before it wrote the record, or is about to write it
         return time.time() - folder.stat().st_mtime > UNWRITTEN_S
     boot, namespace = _this_host()
     if owner.boot != boot:
@@ -263,10 +266,10 @@ def _is_stale(folder: Path, owner: Owner | None) -> bool:
 
 
 def life_owner(server_pid: int) -> ProcessId:
-    """The process whose life the engine shares.
+    """Return the process on whose life the engine depends.
 
-    $TRIDECODE_OWNER ("PID:START", set by `tridecode serve`: the guard, which outlives a tritonserver that it
-    starts again), else tritonserver itself. Raises ConfigError if no such process runs.
+    $TRIDECODE_OWNER ("PID:START", set by `tridecode serve`) names the guard, which outlives each tritonserver
+    that it restarts; otherwise it is tritonserver itself. Raises ConfigError if no such process runs.
     """
     given = os.environ.get("TRIDECODE_OWNER", "")
     if not given:
@@ -276,7 +279,7 @@ def life_owner(server_pid: int) -> ProcessId:
         raise ConfigError(f"TRIDECODE_OWNER is {given!r}; wanted PID:START, as in 4711:123456")
     owner = ProcessId(int(pid), int(start))
     if not alive(owner):
-        raise ConfigError(f"TRIDECODE_OWNER is {given}; that process does not run any more")
+        raise ConfigError(f"TRIDECODE_OWNER is {given}; that process no longer runs")
     return owner
 
 

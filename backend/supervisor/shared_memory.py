@@ -1,4 +1,5 @@
-"""The shared memory regions of Triton's python stubs, which a killed server leaves in /dev/shm.
+"""Finds and removes the shared memory regions of Triton's python stubs, which a killed server leaves in
+/dev/shm.
 
 A stub's command line (python_backend, seen on Triton 2.51):
     .../triton_python_backend_stub MODEL.py REGION SIZE GROWTH SERVER_PID BACKEND_DIR HANDLE INSTANCE RUNTIME
@@ -36,16 +37,16 @@ def stub_of(pid: int) -> Stub | None:
 
 
 def stubs_of(server_pid: int) -> list[Stub]:
-    """The living stubs of a server, also after the server itself has gone."""
+    """Return the living stubs of a server, even if the server itself is gone."""
     pids = processes.children(server_pid) if processes.identify(server_pid) else processes.all_pids()
     found = (stub_of(pid) for pid in pids)
     return [stub for stub in found if stub is not None and stub.server_pid == server_pid]
 
 
 def mapped_regions(pid: int, regions: Iterable[str]) -> set[str]:
-    """Those of the regions that a process has mapped, also under a name that was unlinked.
+    """Return which of the regions a process has mapped, including those under an unlinked name.
 
-    All of them where the mappings cannot be read: the process has ended, or is not ours.
+    Returns all of them if the mappings cannot be read: the process has ended, or is not ours.
     """
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as file:
@@ -56,7 +57,7 @@ def mapped_regions(pid: int, regions: Iterable[str]) -> set[str]:
 
 
 def unlink(region: str) -> None:
-    """Remove one region by name; nothing if it is gone or the name is none."""
+    """Remove one region by name; do nothing if it is gone or the name is empty."""
     if region and "/" not in region and region not in (".", ".."):
         try:
             os.unlink(os.path.join(SHM, region))

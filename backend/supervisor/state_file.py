@@ -1,6 +1,6 @@
-"""The supervisor's last message, as a file: for `tridecode serve`, health probes and people.
+"""The supervisor's last message, as a file: for `tridecode serve`, health probes and operators.
 
-The file's modification time is the supervisor's sign of life: it is touched every TOUCH_S.
+The supervisor touches the file every TOUCH_S, so its modification time shows that the supervisor lives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOUCH_S = 1.0
 
 
 class StateFile(msgspec.Struct, frozen=True):
-    """state: as doors get it. running, waiting: sequences in the engine. supervisor_pid: who wrote it."""
+    """state: as sent to doors. running, waiting: sequences in the engine. supervisor_pid: the writer."""
 
     state: EngineState
     engine_dir: str
@@ -28,7 +28,7 @@ class StateFile(msgspec.Struct, frozen=True):
 
 
 def write(folder: Path, content: StateFile) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
+    """Replace the file atomically, so that a reader never sees half of it."""
     draft = folder / (STATE + ".new")
     draft.write_bytes(msgspec.json.encode(content))
     os.replace(str(draft), str(folder / STATE))
@@ -39,7 +39,7 @@ def touch(folder: Path) -> None:
 
 
 def read(folder: Path) -> StateFile | None:
-    """The content; None while there is none."""
+    """Return the content, or None."""
     try:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=StateFile)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -56,7 +56,7 @@ def read_all(base: Path) -> list[StateFile]:
 
 
 def silent_s(folder: Path) -> float:
-    """Seconds since the supervisor's last sign of life; infinite if there never was one."""
+    """Return the seconds since the supervisor last touched it; infinite if it never did."""
     try:
         return max(0.0, time.time() - os.stat(str(folder / STATE)).st_mtime)
     except FileNotFoundError:

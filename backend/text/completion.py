@@ -1,4 +1,6 @@
-"""The engine's events to the answer of a request: pieces of text, token counts, log-probs, finish reasons."""
+"""Turns the engine's events into the answer of a request: text pieces, token counts, log-probs, finish
+reasons.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
 from tridecode.backend.text.stop_words import StopAutomaton, StopMatcher
 from tridecode.backend.wire.messages import Event, EventExtra, TopLogProbs
 
-#: Event.finish -> finish reason, in vLLM's words; "stopped": by another request of the client
+#: Event.finish -> vLLM's finish reason; "stopped": by a stop request of the client
 FINISH_REASONS = {"end_id": "stop", "stop_word": "stop", "length": "length", "stopped": "abort"}
 
 
@@ -34,9 +36,9 @@ class Piece(NamedTuple):
 
 
 class Completion:
-    """The generated text of one sequence. Keeps what has not been reported yet.
+    """The generated text of one sequence. Buffers what has not been reported yet.
 
-    Neither an end id nor a stop word is shown, unless show_stop says so, but their tokens are counted.
+    End ids and stop words are shown only with show_stop, but their tokens are counted.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class Completion:
     ):
         """prompt: its token ids. cancel(): called when a stop word ends the text before the engine does;
         ended(): when the engine ends it. echo: text to be reported ahead of the generated text. show_stop:
-        what ends the text is part of it. min_tokens: a stop word that one of the first min_tokens tokens
-        completes is ignored. stops_by_id: the engine has the ids of the stop words, too, so that its last
-        tokens may be one."""
+        the text includes what ended it. min_tokens: a stop word that is completed by one of the first
+        min_tokens tokens is ignored. stops_by_id: the engine has the ids of the stop words, too, so its last
+        tokens may be one.
+        """
         self.text = ""
         self.num_tokens = 0
-        self.finish_reason = ""  # "": it has not ended
-        self.place = (0, 0)  # text of the request, and which of its sequences
+        self.finish_reason = ""  # "": not ended yet
+        self.place = (0, 0)  # (text of the request, index of the sequence)
         self._echo, self._num_prompt_tokens = echo, len(prompt)
         self._log_probs: list[float] = []
         self._tops: list[tuple[int, TopLogProbs]] = []
@@ -73,7 +76,7 @@ class Completion:
         self._cancel, self._ended = cancel, ended
 
     def take(self, event: Event) -> None:
-        """Add an event; none counts after the end. Failures (Event.error) are the caller's."""
+        """Add an event; events after the end are ignored. The caller handles failures (Event.error)."""
         if self.finish_reason:
             return
         tokens = event.tokens
@@ -95,7 +98,7 @@ class Completion:
             self._ended()
 
     def report(self) -> Piece:
-        """Everything since the last report."""
+        """Return everything since the last report."""
         piece = Piece(
             self._num_prompt_tokens,
             self._echo + self.text,
@@ -130,20 +133,22 @@ class Completion:
 
 
 class Siblings:
-    """The `count` completions of one request, which is cancelled when all have ended and the engine does not
-    know it of some, because a stop word ended their text."""
+    """The `count` completions of one request.
+
+    The request is cancelled when all have ended but the engine still runs some, whose text a stop word ended.
+    """
 
     def __init__(self, count: int, cancel: Callable[[], None]):
         self._open, self._cancel = count, cancel
         self._stopped = False
 
     def stopped(self) -> None:
-        """A stop word ended the text of one before the engine did."""
+        """Note that a stop word ended the text of one before the engine did."""
         self._stopped = True
         self.ended()
 
     def ended(self) -> None:
-        """One has ended."""
+        """Note that one has ended."""
         self._open -= 1
         if self._open == 0 and self._stopped:
             self._cancel()
@@ -152,9 +157,9 @@ class Siblings:
 class Answer:
     """Decides which pieces of a request's rows go out together, and when.
 
-    streamed: a response for each row with new text, with everything since its last one. Else whole rows: each
-    in a response of its own as soon as it has ended (apart), or all in one response when the last has ended.
-    together: a streamed response has all rows, also those without new text.
+    streamed: one response for each row with new text, with everything since its last one. Otherwise whole
+    rows: each in a response of its own as soon as it has ended (apart), or all in one response when the last
+    has ended. together: a streamed response has all rows, even those without new text.
     """
 
     def __init__(self, rows: list[Completion], streamed: bool, apart: bool = False, together: bool = False):
@@ -171,7 +176,7 @@ class Answer:
         return [row.finish_reason for row in self._rows]
 
     def pieces(self, events: Sequence[tuple[int, Event]]) -> list[dict[int, Piece]]:
-        """The responses to these (row, event) pairs: row -> its piece, one dict per response."""
+        """Return the responses to these (row, event) pairs: row -> its piece, one dict per response."""
         rows = self._rows
         for index, event in events:
             rows[index].take(event)

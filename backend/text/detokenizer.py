@@ -38,17 +38,19 @@ class TokenizerView:
         self.byte_ids = frozenset(_byte_ids(tokenizer)) if _has_byte_fallback(decoder) else frozenset()
 
     def shown(self, ids: list[int]) -> list[int]:
-        """The ids that appear in a text: known to the tokenizer, and not special where these are skipped."""
+        """Return the ids that appear in a text: known to the tokenizer, and not special if these are
+        skipped.
+        """
         special, known = self._special, self.tokenizer.id_to_token
         return [i for i in ids if 0 <= i <= MAX_ID and i not in special and known(i) is not None]
 
     def text(self, ids: list[int]) -> str:
-        """The whole text of ids that are shown, as transformers' decode gives it."""
+        """Return the whole text of shown ids, as decoded by transformers."""
         text = self.decode(ids)
         return clean_up(text) if self.cleans_up else text
 
     def decode(self, ids: list[int]) -> str:
-        """The decoder's text, which is not cleaned up."""
+        """Return the decoder's text without clean-up."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -77,7 +79,7 @@ class StreamDecoder:
         self._emitted = len(tokens.decode(self._window))  # characters of the window's text already returned
 
     def push(self, ids: list[int]) -> str:
-        """The text that later ids cannot change any more; may be empty."""
+        """Return the text that later ids cannot change; may be empty."""
         piece = self._push(ids)
         return piece if self._clean_up is None else self._clean_up.push(piece)
 
@@ -106,9 +108,9 @@ class StreamDecoder:
         return piece
 
     def _stable_count(self) -> int:
-        """Number of tokens of the window before the run of byte tokens at its end.
+        """Return the number of tokens before the run of byte tokens at the window's end.
 
-        A run that is too long to be held back counts up to its last complete character.
+        A run that is too long to be held back is included up to its last complete character.
         """
         byte_ids, count = self._tokens.byte_ids, len(self._window)
         start = count
@@ -120,7 +122,9 @@ class StreamDecoder:
         return next((p for p in places if not self._tokens.decode(self._window[:p]).endswith(BROKEN)), count)
 
     def _context(self, ids: list[int]) -> list[int]:
-        """The last tokens of `ids`; a few more or fewer where the cut would split a run of byte tokens."""
+        """Return the last tokens of `ids`; a few more or fewer if the cut would split a run of byte
+        tokens.
+        """
         start, byte_ids = max(0, len(ids) - _CONTEXT_TOKENS), self._tokens.byte_ids
         while start and len(ids) - start < _MAX_BYTE_RUN and ids[start] in byte_ids:
             start -= 1
@@ -141,7 +145,8 @@ class StreamDecoder:
         self._window = self._window[place:]
 
     def _clean_cut(self, ids: list[int], text: str) -> int:
-        """A place near the end where `ids` can be cut so that the halves decode to `text`, the whole; or 0.
+        """Return a place near the end where `ids` can be split so that both parts decode to `text` together,
+        or 0.
 
         An incomplete character has at most three bytes, hence three tokens.
         """

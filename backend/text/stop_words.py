@@ -1,4 +1,4 @@
-"""Stop words in text that arrives in pieces."""
+"""Finds stop words in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class StopAutomaton:
 class StopMatcher:
     """Finds the first stop word in text that arrives in pieces.
 
-    Text that may be the beginning of a stop word is held back. The stop word that is complete first wins, and
-    of several that end together the longest, so the result does not depend on how the text was cut.
+    Text that may be the beginning of a stop word is held back. The stop word that completes first wins; if
+    several end at the same place, the longest wins. So the result does not depend on how the text was cut.
     """
 
     def __init__(self, stop_words: StopAutomaton, shown: bool = False):
@@ -63,8 +63,11 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, check: bool = True) -> tuple[str, bool]:
-        """(text that can be shown, whether a stop word was found); the stop word itself is dropped unless it
-        is shown. check: False ignores the stop words that this text completes."""
+        """Return (text that can be shown, whether a stop word was found).
+
+        The stop word itself is dropped unless it is shown. check: False ignores stop words that this text
+        completes.
+        """
         words = self._words
         if words.empty:
             return text, False

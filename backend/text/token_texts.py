@@ -1,4 +1,4 @@
-"""The text of single tokens, as in the middle of a text: for log probabilities by token."""
+"""The text of single tokens, as in the middle of a text, for log probabilities by token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tridecode.backend.text.detokenizer import TokenizerView
 
 
 class TokenTexts:
-    """Token id -> its text, kept once computed. A token that is part of a character gives U+FFFD, a special
-    token its name, an id that the tokenizer does not know "".
+    """Maps token ids to their texts, which are cached. A token that is part of a character gives U+FFFD, a
+    special token its name, an id that the tokenizer does not know "".
 
     A decoder strips the space of the first token that it decodes, so a token is decoded after another one.
     """

@@ -13,11 +13,10 @@ from tridecode.backend.base.errors import ConfigError
 
 
 def load_tokenizer(folder: Path, setting: str) -> Tokenizer:
-    """The tokenizer of `folder`, with truncation and padding switched off.
-
-    setting: what names the folder, for the text of ConfigError.
+    """Return the tokenizer of `folder`, with truncation and padding switched off. setting: names the folder
+    in the text of ConfigError.
     """
-    # no thread pool: in it, a short text would wait for all rows of a large request
+    # no thread pool, in which a short text would wait for all rows of a large request
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = folder / "tokenizer.json"
     try:
@@ -44,7 +43,8 @@ def end_token_id(folder: Path, tokenizer: Tokenizer) -> int:
 
 def cleans_up(folder: Path, tokenizer: Tokenizer) -> bool:
     """Return whether transformers cleans up decoded text (text/clean_up.py): tokenizer_config.json requests
-    it, and either the model is not BPE or it requests it for BPE too."""
+    it, and either the model is not BPE or it requests it for BPE too.
+    """
     path = folder / "tokenizer_config.json"
     settings = _settings(path) if path.exists() else {}
     if not settings.get("clean_up_tokenization_spaces", False):
@@ -54,7 +54,7 @@ def cleans_up(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A JSON file's object. ConfigError for another file."""
+    """Return the object in a JSON file. Raises ConfigError for any other content."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Weight directories: layout, manifest, reading at any parallel degree."""
+"""Weight directories: layout, manifest, reading at any tensor-parallel degree."""

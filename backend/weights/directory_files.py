@@ -1,5 +1,5 @@
-"""The names of the files in a weight directory that has no manifest: how many ranks wrote it, and files of
-tensors that its config.ini does not describe. No torch.
+"""Infers from file names, for a weight directory without manifest, how many ranks wrote it and whether
+config.ini describes its tensors. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tridecode.backend.weights.layout import WeightSpec
 _FILE = re.compile(r"(?P<name>model\..+?)(?:\.(?P<rank>\d{1,5}))?\.bin")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _NORM = ("weight", "bias")
-#: tensors that change a network where they are there; of layers, below model.layers.<i>
+#: tensors whose presence changes a network; those of layers are below model.layers.<i>
 _OF_MODEL = {
     "model.wpe",
     "model.lm_head.bias",
@@ -42,14 +42,16 @@ _OF_LAYER = {
         for kind in _NORM
     ),
 }
-#: FasterTransformer's GPT-NeoX converters write both biases beside the sum that its engine reads
+#: FasterTransformer's GPT-NeoX converters write both biases in addition to the sum that its engine reads
 _SUMMED = re.compile(r"model\.layers\.\d+\.(attention\.dense|mlp\.dense_4h_to_h)\.bias")
 
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """Tensors by their names without rank and .bin. ranks: of each, the numbers of its files; empty for a
-    tensor in one file."""
+    """Tensors by their names without rank and .bin.
+
+    ranks: for each tensor the numbers of its files; empty for a tensor in one file.
+    """
 
     ranks: dict[str, set[int]] = field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class StoredFiles:
 
 
 def stored_files(directory: Path) -> StoredFiles:
-    """The tensors that the names of a directory's files tell. A directory that cannot be listed has none."""
+    """Return the tensors named by a directory's files; none if it cannot be listed."""
     stored = StoredFiles()
     try:
         names = os.listdir(directory)
@@ -75,14 +77,17 @@ def stored_files(directory: Path) -> StoredFiles:
 
 
 def find_num_ranks(stored: StoredFiles, specs: Iterable[WeightSpec]) -> int:
-    """The number of ranks that the files of split tensors were written for: one more than the last of them,
-    so that a file in between may be missing. 0: no tensor has such a file."""
+    """Return the number of ranks for which split tensors were written, or 0 without split tensors.
+
+    It is one more than the highest number of a file, so that a file in between may be missing.
+    """
     split = (spec.name for spec in specs if spec.num_files(2) == 2)
     return max((max(stored.ranks.get(name, ()), default=-1) + 1 for name in split), default=0)
 
 
 def unread_tensor(stored: StoredFiles, specs: Iterable[WeightSpec], num_layers: int) -> str:
-    """Why the files are of another model than config.ini describes; "" if every known tensor is read.
+    """Return why the files belong to another model than config.ini describes; "" if every known tensor is
+    read.
 
     Files of tables, of int8 weights and of unknown names are ignored, as FasterTransformer does.
     """

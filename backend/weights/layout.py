@@ -11,30 +11,30 @@ from dataclasses import dataclass, replace
 
 from tridecode.backend.base.errors import ConfigError
 
-#: a padded share is a multiple of this: the 16 bytes of a vector load in 16 bit, FasterTransformer's rule
+#: a padded share is a multiple of this, FasterTransformer's rule: 16-byte vector loads of 16-bit values
 PADDED_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One tensor of a model, whole (not of a rank).
+    """One whole tensor of a model (not a rank's shard).
 
     name: the file's stem, e.g. "model.layers.0.attention.query_key_value.weight".
     shape: of the whole tensor; a matrix is (in, out).
-    axis: the axis that is split over tensor ranks, or None for a tensor that every rank reads whole.
-    sections: sizes of consecutive parts along `axis`, each split evenly by itself. Rank r's shard is the
+    axis: the axis that is split over tensor ranks; None: every rank reads the whole tensor. sections: sizes
+    of consecutive parts along `axis`; each part is split evenly. Rank r's shard is the
         concatenation of the r-th slice of each section: the fused query_key_value of FasterTransformer, (H,
         3, H/t) a file, is sections (H, H, H). Empty: one section.
-    divided: a file holds the tensor divided by the number of ranks it was written for, as FasterTransformer's
-        ranks add their copies up; the reader gives the whole value.
-    layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
-    heads: the number of heads of each section. Ranks get whole heads; if there are fewer heads than ranks,
+    divided: a file holds the tensor divided by the number of ranks that it was written for, because
+    FasterTransformer's ranks sum their copies; the reader returns the whole value. layer: the layer it
+    belongs to, or None; a pipeline stage reads its own layers only. heads: the number of heads of each
+    section. Ranks get whole heads; if there are fewer heads than ranks,
         world / heads consecutive ranks get the same one. Empty: a section may be cut anywhere.
     padded, aligned: a share is padded with zeros at its end (see share_size).
-    one_file: a single file `<name>.bin` at any degree, although ranks split it: rows of the vocabulary.
-    dtype: of its files, where it is not the directory's weight_data_type: "int8", "uint8", "int32", "fp8" or
+    one_file: a single file `<name>.bin` at any degree, even if ranks split it (vocabulary rows). dtype: of
+    its files, if it differs from the directory's weight_data_type: "int8", "uint8", "int32", "fp8" or
         "fp32" (backend/weights/quantization.py).
-    pairs: sizes along `axis` are of bytes that hold two columns each; shares have the sizes that columns get.
+    pairs: sizes along `axis` count bytes that hold two columns each; shares have the sizes of column shares.
     """
 
     name: str
@@ -84,12 +84,12 @@ class WeightSpec:
         return tuple(shape)
 
     def check_divides(self, world: int) -> None:
-        """Raises ConfigError unless the tensor can be split over `world` ranks."""
+        """Raise ConfigError unless the tensor can be split over `world` ranks."""
         for part, heads in zip(self.parts, self.heads or (0,) * len(self.parts)):
             if not divides(heads or part, world, shared=heads > 0, padded=self.padded):
                 raise ConfigError(
                     f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
-                    f"{part} (of axis {self.axis}) is {heads} heads, which it does not share out evenly"
+                    f"{part} (of axis {self.axis}) is {heads} heads, which cannot be split evenly"
                     if heads
                     else f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
                     f"{part} (of axis {self.axis}) is not a multiple of it"
@@ -109,14 +109,14 @@ class WeightSpec:
         return [part // heads * share_size(heads, world) for part, heads in zip(self.parts, self.heads)]
 
     def slices(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """Rank's shard as (start, stop) along `axis` of the whole tensor, a pair per section.
+        """Return a rank's shard as (start, stop) along `axis` of the whole tensor, one pair per section.
 
-        A pair covers share_sizes, or less where the rest is padding.
+        A pair covers share_sizes, or less if the rest is padding.
         """
         out, begin = [], 0
         for index, (part, size) in enumerate(zip(self.parts, self.share_sizes(world))):
             heads = self.heads[index] if self.heads else 0
-            copies = max(world // heads, 1) if heads else 1  # ranks that have the same head
+            copies = max(world // heads, 1) if heads else 1  # ranks that share a head
             start, stop = (min(rank // copies * size + end, part) for end in (0, size))
             out.append((begin + start, begin + stop))
             begin += part
@@ -126,8 +126,8 @@ class WeightSpec:
 def share_size(size: int, world: int, padded: bool = False, aligned: bool = False) -> int:
     """A rank's share of `size` columns or heads: size / world, and at least one head.
 
-    padded: where world does not divide it, the next multiple of PADDED_MULTIPLE; the last shares then hold
-    less, or nothing, and zeros after it. aligned: the next multiple also where world divides it.
+    padded: if world does not divide it, round up to a multiple of PADDED_MULTIPLE; the last shares are then
+    filled up with zeros. aligned: round up even if world divides it.
     """
     if world == 1 or not padded or (size % world == 0 and not aligned):
         return max(size // world, 1)
@@ -141,10 +141,10 @@ def divides(size: int, world: int, shared: bool = False, padded: bool = False) -
 
 
 def vocabulary_rows(spec: WeightSpec) -> WeightSpec:
-    """The embedding or head (V, C), or the head's bias (V,), which is one file, with its rows split over
+    """Return the spec of the embedding or head (V, C), or of the head's bias (V,): one file, rows split over
     ranks and padded.
 
-    ceil(V / t), and of that the next multiple of 8: the sampling kernel loads and draws for groups of ids.
+    A share is ceil(V / t), rounded up to a multiple of 8, since the sampling kernel loads groups of ids.
     Rank r's shard has the tokens from r * shard_shape(t)[0]; rows beyond the vocabulary are zeros.
     """
     assert spec.axis is None, spec
@@ -153,7 +153,7 @@ def vocabulary_rows(spec: WeightSpec) -> WeightSpec:
 
 @dataclass(frozen=True)
 class VocabShare:
-    """The token ids of tensor rank `rank` of `world`, where the vocabulary is cut by vocabulary_rows.
+    """The token ids of tensor rank `rank` of `world`, with the vocabulary split by vocabulary_rows.
 
     Its ids are first .. stop - 1 in the first `count` of its `size` columns; the rest are padding. A tiny
     vocabulary leaves the last ranks without ids.
@@ -165,7 +165,7 @@ class VocabShare:
 
     @property
     def size(self) -> int:
-        """Columns, the same on all ranks."""
+        """Number of columns, the same on all ranks."""
         return share_size(self.vocab_size, self.world, padded=True, aligned=True)
 
     @property
@@ -182,7 +182,7 @@ class VocabShare:
 
     @property
     def counts(self) -> list[int]:
-        """Ids of each rank."""
+        """Number of ids of each rank."""
         return [VocabShare(self.vocab_size, rank, self.world).count for rank in range(self.world)]
 
 

@@ -30,19 +30,19 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TARGETS_BYTES = 64 << 20
 _MAX_RANK = 1 << 16
-#: keys that change nothing when an adapter is applied
+#: keys without an effect when an adapter is applied
 _HARMLESS = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "eva_config"),
 }
-#: initialisations that leave the base weights as they are; the others change them when PEFT loads the adapter
+#: initialisations that leave the base weights unchanged; the others change them when PEFT loads the adapter
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def check_name(name: str) -> None:
-    """RequestError unless `name` is the name of a folder that cannot lead out of its parent."""
+    """Raise RequestError unless `name` is a folder name that cannot lead out of its parent."""
     if len(name) > MAX_LORA_NAME or not _NAME.fullmatch(name):
         shown = repr(name if len(name) <= 60 else name[:57] + "...")
         wanted = f"at most {MAX_LORA_NAME} letters, digits and _ - . that do not begin with - or ."
@@ -56,8 +56,8 @@ def check_name(name: str) -> None:
 class LoraConfig:
     """What PEFT's adapter_config.json says about the tensors. where: the file, for errors.
 
-    targets: names of the adapted modules or their endings; None: given as a pattern, which is not used.
-    excludes: whether exclude_modules leaves out some of them.
+    targets: names, or suffixes of names, of the adapted modules; None: given as a pattern, which is not used.
+    excludes: whether exclude_modules excludes some of them.
     """
 
     where: Path
@@ -73,11 +73,12 @@ class LoraConfig:
         return next(found, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_modules(self, modules: Iterable[str], of_model: Iterable[str] = ()) -> list[str]:
-        """Compare target_modules with the modules that have tensors.
+        """Compare target_modules with the modules that have tensors; return the names of target_modules
+        without a match.
 
-        of_model: modules of the base model. Returns the names of target_modules without a match: PEFT wants
-        one match of the whole list, and tools write one list for several families. Raises CheckpointError
-        for a module with tensors that the list lacks, and for a module of the model without tensors.
+        of_model: modules of the base model. PEFT requires only one match for the whole list, and tools write
+        one list for several families. Raises CheckpointError for a module with tensors that the list lacks,
+        and for a module of the model without tensors.
         """
         if self.targets is None:
             return []
@@ -105,15 +106,15 @@ def _ends_with(module: str, target: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """PEFT's rule: the pattern, behind any prefix that ends with a dot, is the whole name."""
+    """Apply PEFT's rule: the pattern, after any prefix that ends with a dot, must match the whole name."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
     """adapter_config.json of an adapter's directory.
 
-    Raises CheckpointError for a damaged file, UnsupportedError for a kind of adapter or a setting that this
-    version does not apply, each by name.
+    Raises CheckpointError for a damaged file, UnsupportedError that names a kind of adapter or a setting that
+    this version does not apply.
     """
     path = Path(directory) / CONFIG_FILE
     raw = _read_object(path)
@@ -146,7 +147,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 
 def unmatched_note(targets: Iterable[str]) -> str:
-    """A sentence about names of target_modules that match nothing, for people; "" without any."""
+    """Return a sentence about names of target_modules that match nothing; "" if all match."""
     names = [_short(target) for target in targets]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     shown = ", ".join(names[:8])
@@ -165,7 +166,7 @@ def _alpha_pattern(path: Path, found: Any) -> dict[str, float]:
     if not isinstance(found, dict) or len(found) > 10_000:
         raise CheckpointError(f"{path} has alpha_pattern = {_short(found)}; wanted an object")
     for pattern in found:
-        # a pattern comes from a file: one that could take exponential time is not run
+        # patterns come from a file: one that could take exponential time is not run
         if len(pattern) > 200 or re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 2:
             raise UnsupportedError(
                 f"{path} has the alpha_pattern {_short(pattern)}; this version takes names of modules, and "
@@ -179,7 +180,9 @@ def _alpha_pattern(path: Path, found: Any) -> dict[str, float]:
 
 
 def _target_names(path: Path, found: Any) -> tuple[str, ...] | None:
-    """The tensors say which modules are adapted; a list is compared with them, a pattern is not run."""
+    """Return target_modules if it is a list, for comparison with the tensors' modules; a pattern is not
+    run.
+    """
     if isinstance(found, str) or found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or len(found) > 10_000:
@@ -221,10 +224,9 @@ def _short(value: Any) -> str:
 
 
 class LoraTarget(msgspec.Struct, frozen=True):
-    """One of our matrices, made of the outputs of one or more modules of the source.
-
-    name: stem of its file, as "model.layers.0.attention.query_key_value". inputs: of the matrix and of each
-    module. outputs: of each module. layout: index of LoraTargets.layouts.
+    """One of our matrices, made of the outputs of one or more source modules. name: stem of its file, such as
+    "model.layers.0.attention.query_key_value". inputs: number for the matrix and each module. outputs: number
+    for each module. layout: index of LoraTargets.layouts.
     """
 
     name: str
@@ -235,10 +237,10 @@ class LoraTarget(msgspec.Struct, frozen=True):
 
 
 class LoraTargets(msgspec.Struct, frozen=True):
-    """lora_targets.json. prefix: of the modules' names, which adapters of the bare model lack.
+    """lora_targets.json. prefix: prefix of the modules' names, which adapters of the bare model lack.
 
     layouts: each lists the outputs of a matrix in order, as runs (module, first, count): `count` outputs of
-    the module of that index, from its output `first`; module -1: outputs that no module makes.
+    the module of that index, from its output `first`; module -1: outputs without a module.
     """
 
     format: str
@@ -247,7 +249,7 @@ class LoraTargets(msgspec.Struct, frozen=True):
     targets: list[LoraTarget]
 
     def by_module(self) -> dict[str, list[tuple[LoraTarget, int]]]:
-        """Module -> the targets that it makes a part of, each with its index among their modules."""
+        """Map each module to the targets that it is part of, each with its index among their modules."""
         found: dict[str, list[tuple[LoraTarget, int]]] = {}
         for target in self.targets:
             for index, module in enumerate(target.modules):
@@ -255,7 +257,7 @@ class LoraTargets(msgspec.Struct, frozen=True):
         return found
 
     def most_bytes(self, rank: int) -> int:
-        """Bytes in float32 of an adapter's tensors, if it has that rank in every module."""
+        """Return the float32 bytes of an adapter's tensors if every module has this rank."""
         modules = {
             module: target.inputs + outputs
             for target in self.targets

@@ -1,6 +1,6 @@
-"""The tensors of a LoRA adapter, from PEFT's layout to that of our matrices.
+"""Converts the tensors of a LoRA adapter from PEFT's layout to that of our matrices.
 
-Everything is checked on names and shapes before a tensor is read, and no code in a file is run.
+Names and shapes are checked before a tensor is read, and no code in a file is run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tridecode.backend.weights.lora import (
     read_lora_config,
 )
 
-MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; 70 layers of 7 modules have 150 kB
-_MAX_DIMENSIONS = 8  # a product of more sizes can take long to compute; LoRA's tensors have two
+MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; 70 layers of 7 modules need 150 kB
+_MAX_DIMENSIONS = 8  # the product of many sizes can take long to compute; LoRA's tensors have two
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -49,7 +49,7 @@ class LoraPair:
 class Lora:
     """An adapter for whole matrices, float32. pairs: target -> (a (R, in), b (out, R)).
 
-    The matrix (in, out) becomes weight + (b @ a).T: the scale is part of b. R: the sum of the ranks of the
+    The matrix (in, out) becomes weight + (b @ a).T: b includes the scale. R: the sum of the ranks of the
     target's modules.
     """
 
@@ -61,7 +61,7 @@ class Lora:
 
 
 def pair_tensors(shapes: Mapping[str, tuple[int, ...]], where: Path) -> dict[str, LoraPair]:
-    """The pairs of an adapter's tensors by module. where: their file.
+    """Return the pairs of an adapter's tensors by module. where: their file.
 
     Raises UnsupportedError for other tensors than those of LoRA's linear layers, CheckpointError where A and
     B do not belong together.
@@ -97,7 +97,7 @@ def _pair(
 def find_modules(
     pairs: Mapping[str, LoraPair], targets: LoraTargets, max_rank: int, where: Path
 ) -> dict[str, list[tuple[LoraTarget, int]]]:
-    """The targets of each of the adapter's modules, each with the module's index.
+    """Return the targets of each of the adapter's modules, each with the module's index.
 
     Raises UnsupportedError for a module that is not a linear layer of the blocks, RequestError beyond
     max_rank, CheckpointError where sizes are not the model's.
@@ -134,7 +134,7 @@ def assemble(
     max_rank: int,
     where: Path,
 ) -> Lora:
-    """The adapter in the layout of our matrices. read: a tensor of the file by name."""
+    """Return the adapter in the layout of our matrices. read: returns a tensor of the file by name."""
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     by_name = {target.name: target for target in targets.targets}
     modules = find_modules(pairs, targets, max_rank, where)
@@ -154,7 +154,7 @@ def assemble(
 def _joined(
     target: LoraTarget, parts: list[tuple[int, Tensor, Tensor]], targets: LoraTargets
 ) -> tuple[Tensor, Tensor]:
-    """One target's a and b from those of its modules, whose outputs go to their places."""
+    """Join the a and b of a target's modules, with each module's outputs at their place."""
     runs = targets.layouts[target.layout]
     rows, rank = sum(count for _, _, count in runs), sum(a.shape[0] for _, a, _ in parts)
     joined, column = torch.zeros(rows, rank), 0
@@ -179,8 +179,11 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFile:
-    """A safetensors file that is read, not mapped: mapped, a file that is cut short meanwhile would end the
-    process. size: of the file, in bytes. Raises CheckpointError, naming `where`, for a damaged one."""
+    """A safetensors file that is read rather than mapped, since a mapped file that is truncated would crash
+    the process.
+
+    size: length of the file in bytes. Raises CheckpointError, naming `where`, for a damaged one.
+    """
 
     def __init__(self, file: BinaryIO, size: int, where: Path):
         self._file, self._where = file, where
@@ -232,7 +235,10 @@ class SafetensorsFile:
 
 
 def fingerprint(directory: Path) -> tuple[int, ...]:
-    """Changes when a file of the adapter is replaced or written. FileNotFoundError if there is no adapter."""
+    """Return a value that changes when a file of the adapter changes.
+
+    FileNotFoundError if there is no adapter.
+    """
     states = [(Path(directory) / name).stat() for name in ("adapter_config.json", TENSOR_FILE)]
     return tuple(number for state in states for number in (state.st_ino, state.st_size, state.st_mtime_ns))
 
@@ -240,8 +246,8 @@ def fingerprint(directory: Path) -> tuple[int, ...]:
 def read_lora(directory: Path, targets: LoraTargets, max_rank: int) -> Lora:
     """The adapter of a directory with adapter_config.json and adapter_model.safetensors.
 
-    Raises CheckpointError, UnsupportedError or RequestError, naming file and tensor, before any tensor is
-    read where names, shapes or sizes are wrong.
+    Raises CheckpointError, UnsupportedError or RequestError, that names file and tensor; names, shapes and
+    sizes are checked before any tensor is read.
     """
     directory = Path(directory)
     path = directory / TENSOR_FILE

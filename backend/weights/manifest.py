@@ -1,6 +1,6 @@
-"""manifest.json: what the converter wrote, and whether a weight directory still is that.
+"""manifest.json: records what the converter wrote, and checks that a weight directory still matches it.
 
-The checks that need no file's bytes are made at every load; the sampled digest reads 0.4 % of them. No torch.
+Every load runs the checks that read no weights; the sampled digest reads 0.4 % of the bytes. No torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.weights.layout import WeightSpec
 
 MANIFEST_FILE = "manifest.json"
-#: the journal of a conversion that has not ended; the converter removes it when manifest.json is written
+#: journal of an unfinished conversion; the converter removes it when manifest.json is written
 JOURNAL_FILE = "conversion.journal"
 #: changes with the meaning of manifest.json
 MANIFEST_FORMAT = "tridecode-weights-1"
-#: tables of prompt learning may lie beside a model's tensors
+#: prompt-learning tables may be stored beside a model's tensors
 PROMPT_TABLES = "model.prompt_table."
 
 _MAX_BYTES = 64 << 20  # of manifest.json; 4 MB for 176B parameters over 8 ranks
@@ -34,7 +34,7 @@ _MAX_RANKS = 1024
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "uint8": 1, "fp8": 1, "int32": 4}
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY = 1 << 20
-#: keys of config.ini that name the model, its tokens and its tasks to clients, and change no tensor
+#: keys of config.ini that only clients see (names, tokens, tasks) and that change no tensor
 _FREE_KEYS = (
     "model_name",
     "start_id",
@@ -61,8 +61,8 @@ class ManifestFile(msgspec.Struct, frozen=True):
 class ManifestTensor(msgspec.Struct, frozen=True):
     """One tensor as its WeightSpec has it, and its files in rank order.
 
-    zeros: of a matrix of a layer, how many weights of its files are 0; two_of_four: whether at most two of
-    every four consecutive inputs are not. 0 and false in manifests of older versions.
+    zeros: for a matrix of a layer, how many weights of its files are 0; two_of_four: whether at most two of
+    every four consecutive inputs are nonzero. 0 and false in manifests of older versions.
     """
 
     name: str
@@ -99,8 +99,8 @@ class SampleDigest:
     """SHA-256 of 4 KiB at every multiple of 1 MiB, of the last 4 KiB and of the length (8 bytes, little
     end first).
 
-    It notices a file that was cut, swapped or written in part without reading all of it. The writer feeds
-    all bytes in order; sample_sha256 reads only what counts.
+    It detects a file that was truncated, swapped or partly written, without reading all of it. The writer
+    feeds all bytes in order; sample_sha256 reads only the samples.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class SampleDigest:
 
     def update(self, data: memoryview) -> None:
         first = -(-self._length // _SAMPLE_EVERY) * _SAMPLE_EVERY
-        if self._length % _SAMPLE_EVERY < _SAMPLE_BYTES:  # the last sample was not complete
+        if self._length % _SAMPLE_EVERY < _SAMPLE_BYTES:  # the last sample was incomplete
             first = self._length // _SAMPLE_EVERY * _SAMPLE_EVERY
         for start in range(first, self._length + len(data), _SAMPLE_EVERY):
             self._digest.update(
@@ -169,7 +169,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         if (path.parent / JOURNAL_FILE).exists():
             raise WeightFileError(
                 f"{path} is missing: the conversion into {path.parent} has not ended ({JOURNAL_FILE}); run "
-                "the same conversion again, it goes on where it stopped"
+                f"the same conversion again, which continues where it stopped"
             ) from None
         return None
     if kind := file_kind(status):
@@ -192,7 +192,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def config_values(directory: Path) -> dict[str, dict[str, str]]:
-    """config.ini of a directory by section and key, as the manifest keeps it. Raises ConfigError."""
+    """Return a directory's config.ini by section and key, as stored in the manifest. Raises ConfigError."""
     sections = read_ini(Path(directory) / "config.ini").values()
     return {
         section.name: {key: value.strip() for key, value in section.items.items()} for section in sections
@@ -202,9 +202,10 @@ def config_values(directory: Path) -> dict[str, dict[str, str]]:
 def check_manifest(
     manifest: Manifest, directory: Path, config: ModelConfig, specs: Iterable[WeightSpec]
 ) -> None:
-    """Raises WeightFileError where the manifest does not describe the model of config.ini.
+    """Raise WeightFileError if the manifest does not describe the model of config.ini. No weight file is
+    read.
 
-    specs: those of `config`. No weight file is looked at.
+    specs: those of `config`.
     """
     path = directory / MANIFEST_FILE
     for key, listed, found in (
@@ -224,8 +225,11 @@ def check_manifest(
 
 
 def free_edits(manifest: Manifest, directory: Path) -> list[str]:
-    """Edits of config.ini since the conversion that change no tensor: of _FREE_KEYS and of tasks of prompt
-    learning. "[gpt] end_id is 7 (was 2)". Others are refused by check_manifest."""
+    """Describe edits of config.ini since the conversion that change no tensor, as in "[gpt] end_id is 7 (was
+    2)".
+
+    These are edits of _FREE_KEYS and of prompt-learning tasks; check_manifest refuses all others.
+    """
     found, edits = config_values(directory), []
     for name in sorted({*manifest.config, *found}):
         old, new = manifest.config.get(name, {}), found.get(name, {})
@@ -244,7 +248,7 @@ def _config_problems(manifest: Manifest, directory: Path) -> Iterator[str]:
     found = config_values(directory)
     for name, values in manifest.config.items():
         if name.lower().startswith("task_"):
-            continue  # tasks of prompt learning may come and go
+            continue  # prompt-learning tasks may be added and removed
         for key in sorted({*values, *found.get(name, {})} - set(_FREE_KEYS)):
             old, new = (side.get(name, {}).get(key, "nothing") for side in (manifest.config, found))
             if old != new:

@@ -1,4 +1,4 @@
-"""Parts of weight files, memory-mapped, that make up the shard of a tensor rank."""
+"""Memory-mapped parts of weight files that make up the shard of a tensor rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """(offset, length) of the file's bytes from the first to the last that this piece needs."""
+        """Return (offset, length) of the file's bytes from the first to the last that this piece needs."""
         inner = math.prod(self.file_shape[self.axis + 1 :]) * self.dtype.itemsize
         outer = math.prod(self.file_shape[: self.axis])
         stride = self.file_shape[self.axis] * inner
@@ -59,14 +59,14 @@ class Piece:
 
 
 def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # copy on write, and torch keeps no descriptor open: a model on the CPU holds hundreds of files for life
-    size = math.prod(shape) * dtype.itemsize  # in bytes: from_file does not know every dtype
+    # copy on write, and torch keeps no descriptor open: a model on the CPU maps hundreds of files permanently
+    size = math.prod(shape) * dtype.itemsize  # as bytes: from_file does not support every dtype
     whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     return whole.view(dtype).view(shape)
 
 
 def _release_pages(rows: Tensor) -> None:
-    """Give back the pages of rows of a _map_file tensor, which nobody writes to; a read maps them again."""
+    """Release the pages of rows of a read-only _map_file tensor; a later read maps them again."""
     page = mmap.PAGESIZE
     first = -(-rows.data_ptr() // page) * page
     last = (rows.data_ptr() + rows.shape[0] * rows.stride(0) * rows.element_size()) // page * page

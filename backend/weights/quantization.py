@@ -1,8 +1,8 @@
-"""Which matrices of a weight directory are in 8 or 4 bit, and the files that hold them. No torch.
+"""The quantised (8 or 4 bit) matrices of a weight directory, and the files that hold them. No torch.
 
-In place of `X.weight` there are `X.weight.int8` (or .fp8, .int4), `X.weight.scale` and, where the format has
-them, `X.weight.zero` and `X.weight.group`; docs/guides/quantization.md has the bytes. What the files mean:
-kernels/formats/quantized.py.
+In place of `X.weight` there are `X.weight.int8` (or .fp8, .int4), `X.weight.scale` and, if the format has
+them, `X.weight.zero` and `X.weight.group`; docs/guides/quantization.md has the bytes.
+kernels/formats/quantized.py defines their meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE_DTYPES = {"int8": "int8", "fp8": "fp8", "int4": "uint8"}
 ACTIVATIONS = ("int8", "fp8")
 #: rows and columns of a block of FP8 checkpoints
 BLOCK = 128
-#: norms of heads are matrices in some families, and not of a product
+#: norms of heads are matrices in some families, but not GEMM operands
 _NO_PRODUCTS = ("q_norm.weight", "k_norm.weight")
 
 
@@ -26,9 +26,10 @@ class Quantization:
     """How a directory holds the matrices of its layers.
 
     weights: "int8", "fp8" or "int4". group: consecutive inputs that share a scale; 0: all, one scale per
-    output. block_rows: outputs that share a scale; BLOCK with a group of BLOCK, else 1. zeros: int4, each
-    group has the value that stands for 0, else that is 8. act_order: the group of each input is stored, as
-    GPTQ's. activations: "int8" or "fp8": each row of a product's input is rounded to it first; "": it is not.
+    output. block_rows: outputs that share a scale; BLOCK with a group of BLOCK, else 1. zeros: for int4, each
+    group stores the value that represents 0; otherwise it is 8. act_order: the group of each input is stored,
+    as by GPTQ. activations: "int8" or "fp8": the rows of a GEMM's input are quantised to it first; "": not
+    quantised.
     """
 
     weights: str
@@ -56,7 +57,7 @@ class Quantization:
         return -(-inputs // self.group) if self.group else 1
 
     def specs(self, spec: WeightSpec) -> list[WeightSpec]:
-        """The files of a matrix (in, out) that is quantised: values, scale, zero, group."""
+        """Return the files of a quantised matrix (in, out): values, scale, zero, group."""
         inputs, outputs = spec.shape
         values = replace(spec, name=f"{spec.name}.{self.weights}", dtype=FILE_DTYPES[self.weights])
         if self.weights == "int4":
@@ -77,7 +78,7 @@ class Quantization:
         return found
 
 
-#: formats by the names of the command line, with the usual group of int4; values are rounded to nearest
+#: formats by their command-line names, with the usual group of int4; values are rounded to nearest
 ROUNDED = {
     "int8": Quantization("int8"),
     "fp8": Quantization("fp8"),
@@ -89,7 +90,7 @@ ROUNDED = {
 
 
 def stored_specs(specs: Iterable[WeightSpec], quantization: Quantization | None) -> list[WeightSpec]:
-    """The files of a directory, from the tensors of its model."""
+    """Return the files of a directory, given the tensors of its model."""
     if quantization is None:
         return list(specs)
     files: list[WeightSpec] = []

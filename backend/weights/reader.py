@@ -1,7 +1,8 @@
-"""Reads a weight directory at any tensor-parallel degree, whatever degree it was written at.
+"""Reads a weight directory at any tensor-parallel degree, independent of the degree at which it was written.
 
 All files are checked, to the byte, before the first is read. Files are memory-mapped: a tensor is a view if
-one file holds it, otherwise it is merged or cut while it is copied. The bytes: docs/design/weight_files.md.
+one file holds it, otherwise it is merged or cut while it is copied. docs/design/weight_files.md describes the
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tridecode.backend.weights.manifest import (
 from tridecode.backend.weights.pieces import Piece, join_neighbours
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: also of the parts of quantised matrices
+#: also for the parts of quantised matrices
 FILE_DTYPES = {
     **TORCH_DTYPES,
     "int8": torch.int8,
@@ -43,7 +44,7 @@ FILE_DTYPES = {
     "int32": torch.int32,
     "fp8": torch.float8_e4m3fn,
 }
-_MAX_STORED = 64  # ranks whose file lengths an error compares
+_MAX_STORED = 64  # numbers of ranks whose file lengths an error compares
 _CHECK_THREADS = 8  # reading and hashing release the interpreter
 
 
@@ -51,9 +52,9 @@ class WeightReader:
     """The tensors of one weight directory. Reading is safe from several threads.
 
     specs: the WeightSpecs that the directory holds, by name. stored_size: the tensor-parallel degree it was
-    written at. dtype: of the files whose spec names none. Raises WeightFileError, before anything is read,
-    where the manifest is of another model than `config`, or a file is missing or has another length than its
-    shape needs.
+    written at. dtype: for files whose spec names none. Raises WeightFileError, before any weight is read, if
+    the manifest belongs to another model than `config`, or if a file is missing or has the wrong length for
+    its shape.
     """
 
     def __init__(self, directory: Path, config: ModelConfig):
@@ -72,7 +73,8 @@ class WeightReader:
 
     def _find_stored_size(self) -> int:
         """Return the size recorded in the manifest, or found from the file names, which must be those of
-        `config`'s tensors."""
+        `config`'s tensors.
+        """
         if self.manifest is not None:
             return self.manifest.tensor_para_size
         stored = stored_files(self.directory)
@@ -104,7 +106,7 @@ class WeightReader:
         return math.prod(spec.file_shape(self.stored_size)) * self.file_dtype(spec).itemsize
 
     def problems(self) -> list[str]:
-        """A sentence for each file that is missing or has a wrong length."""
+        """Return a sentence for each file that is missing or has a wrong length."""
         found = []
         for spec in self.specs.values():
             try:
@@ -119,7 +121,7 @@ class WeightReader:
         return found
 
     def problem(self, path: Path, spec: WeightSpec) -> str | None:
-        """A sentence if one of the tensor's files is missing or has a wrong length."""
+        """Return a sentence if one of the tensor's files is missing or has a wrong length."""
         wanted = self.file_bytes(spec)
         try:
             status = path.stat()
@@ -157,7 +159,7 @@ class WeightReader:
         return self._size_hint(spec, length, wanted)
 
     def _size_hint(self, spec: WeightSpec, length: int, wanted: int) -> str:
-        """The key of config.ini whose other value would give the length."""
+        """Return the key of config.ini that explains the length with another value."""
         config = self.config
         keys = {"model.wpe": ("max_pos_seq_len", config.max_positions)}
         keys |= dict.fromkeys(("model.wte", "model.lm_head.weight"), ("vocab_size", config.vocab_size))
@@ -173,7 +175,8 @@ class WeightReader:
 
     def _has_whole_embedding(self) -> bool:
         """Return whether model.wte, which is never split, has the expected length, so that the dtype is
-        right."""
+        right.
+        """
         spec = self.specs["model.wte"]
         try:
             return self.files(spec)[0].stat().st_size == self.file_bytes(spec)
@@ -181,9 +184,9 @@ class WeightReader:
             return False
 
     def pieces(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> list[Piece]:
-        """The parts of files that make up rank's shard at degree `world`, in the order of the shard.
+        """Return the parts of files that make up a rank's shard at degree `world`, in the order of the shard.
 
-        Padding is in no piece. Raises ConfigError where the tensor cannot be split over `world` ranks.
+        Padding is in no piece. Raises ConfigError if the tensor cannot be split over `world` ranks.
         """
         dtype = self.file_dtype(spec)
         if spec.axis is None:
@@ -193,14 +196,14 @@ class WeightReader:
         files = self.files(spec)
         stored = [spec.slices(index, len(files)) for index in range(len(files))]
         file_shape, stored_sizes = spec.file_shape(self.stored_size), spec.share_sizes(len(files))
-        pieces, filled, held_before = [], 0, 0  # the last two: sizes of the sections before this one
+        pieces, filled, held_before = [], 0, 0  # the last two are the sizes of the sections before this one
         sizes = spec.share_sizes(world)
         for section, (start, stop) in enumerate(spec.slices(rank, world)):
             at = start
             for path, held in zip(files, stored):
                 low, high = max(at, held[section][0]), min(stop, held[section][1])
                 if low >= high:
-                    continue  # not in this file, or in a file before it, too: ranks that share a head
+                    continue  # not in this file, or already in an earlier one: ranks that share a head
                 first = held_before + low - held[section][0]
                 source, to = (first, first + high - low), filled + low - start
                 pieces.append(Piece(path, file_shape, dtype, spec.axis, source, (to, to + high - low)))
@@ -210,9 +213,9 @@ class WeightReader:
         return join_neighbours(pieces)
 
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
-        """Rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the file's dtype.
+        """Return a rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the file's dtype.
 
-        A view of the mapped file where one file suffices (strided where its columns are cut), else a new
+        It is a view of the mapped file if one file suffices (strided if its columns are cut), else a new
         tensor. Treat it as read-only.
         """
         pieces = self.pieces(spec, rank, world)
@@ -223,7 +226,7 @@ class WeightReader:
         return self._merged(spec, pieces, world, self.file_dtype(spec))
 
     def copy(self, spec: WeightSpec, rank: int, world: int, dtype: torch.dtype) -> Tensor:
-        """As `read`, a new tensor in `dtype`."""
+        """Return the shard of `read` as a new tensor in `dtype`."""
         pieces = self.pieces(spec, rank, world)
         if spec.divided:
             return (pieces[0].view() * self.stored_size).to(dtype)
@@ -255,9 +258,9 @@ class WeightReader:
     def verify(self, mode: str, specs: Iterable[WeightSpec] | None = None) -> None:
         """Compare the files of `specs` (None: of all tensors) with manifest.json.
 
-        mode: "sizes": nothing more than when the reader was made; "sampled": the digest of 4 KiB in each
-        MiB, where the manifest has it; "full": SHA-256 of every byte. Raises WeightFileError naming the first
-        file that differs.
+        mode: "sizes": only the checks of the constructor; "sampled": the digest of 4 KiB in each MiB, if the
+        manifest has it; "full": SHA-256 of every byte. Raises WeightFileError naming the first file that
+        differs.
         """
         if mode == "sizes" or (mode == "sampled" and self.manifest is None):
             return

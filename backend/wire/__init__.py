@@ -1,1 +1,1 @@
-"""Values that cross processes, and their limits."""
+"""Messages and values that are sent between processes, and their limits."""

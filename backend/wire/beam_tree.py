@@ -1,4 +1,6 @@
-"""The beams of a request from the steps in its events, which carry parents and tokens instead of texts."""
+"""Rebuilds the beams of a request from the steps in its events, which carry parents and tokens instead of
+texts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from tridecode.backend.wire.messages import BeamStep
 
 @dataclass(frozen=True)
 class BeamText:
-    """tokens: generated so far. log_probs: natural logarithms, one for each. A value: it does not change."""
+    """tokens: generated so far. log_probs: natural logarithms, one for each. Immutable."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -23,7 +25,7 @@ class BeamTree:
         self.beams = [BeamText([], [])]
 
     def take(self, step: BeamStep) -> list[BeamText]:
-        """The beams after a step (BeamStep says what it has)."""
+        """Return the beams after a step; see BeamStep."""
         before = self.beams
         self.beams = [
             before[parent] if token < 0 else _longer(before[parent], token, log_prob)

@@ -22,11 +22,12 @@ MAX_LORA_NAME = 128  # characters
 
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One prompt and its sampling parameters: a group of params.num_sequences sequences in the events. An id
-    of the prompt from vocab_size on is a row of `learned`."""
+    of the prompt from vocab_size on is a row of `learned`.
+    """
 
     prompt: bytes  # int32 token ids, little-endian
     params: SamplingParams = SamplingParams()
-    lora_name: str = ""  # of the adapter; "": the base model
+    lora_name: str = ""  # name of the adapter; "": the base model
     learned: Optional[LearnedPrompt] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
 
 
@@ -45,22 +46,26 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class SessionRound(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The request is a round of a session: its rows go on from kept tokens, and are kept when it ends."""
+    """Marks a request as a round of a session: its rows continue stored tokens, and are stored when it
+    ends.
+    """
 
     session: int  # unique within the door
     session_len: int  # tokens of the longest row at the end of the last round
-    kept: list[int] = []  # how many tokens of each row the round goes on from; []: the session begins
+    # number of stored tokens of each row that the round continues; []: the session begins
+    kept: list[int] = []
     memory_len: int = 0  # number of latest tokens that are attended to; 0: all
-    idle_s: float = 60.0  # the session ends when it has no round for so long
-    #: the kept tokens of each row, int32, little-endian, for an engine that does not have the session
+    idle_s: float = 60.0  # the session ends after this long without a round
+    #: stored tokens of each row, int32, little-endian, for an engine that does not have the session
     history: list[bytes] = []
 
 
 class BeamStep(msgspec.Struct, frozen=True, array_like=True):
     """One step of a beam search: the beams after it, best first.
 
-    parents: of each beam, its index after the step before; the first step's are 0. tokens: the token that the
-    beam adds to its parent, -1 for one that had ended before. log_probs: of these tokens, 0.0 for -1.
+    parents: for each beam the index of its parent after the step before; 0 in the first step. tokens: the
+    token that the beam adds to its parent, -1 for one that had ended before. log_probs: of these tokens, 0.0
+    for -1.
     """
 
     parents: list[int]
@@ -80,7 +85,7 @@ class Perf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The events of one sequence that its door has received, from an engine that has lost the sequence.
+    """The events of one sequence that its door has received from an engine that is gone.
 
     tokens: int32 token ids, little-endian. ended: its last event is among them; it is not computed again.
     context_rows: rows of context logits. perf: the newest one. steps: of a beam search without a pool.
@@ -96,9 +101,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """A request of one or more sequences; it is accepted or refused as a whole.
 
-    sent: one for each sequence of the events, where an engine that is gone has begun the request: its
-    sequences continue behind what was sent, and it is not refused because the queue is full. []: a new
-    request.
+    sent: one entry per sequence if an engine that is gone had begun the request: its sequences continue after
+    the sent tokens, and a full queue does not refuse it. []: a new request.
     """
 
     request: int  # unique within the door
@@ -111,7 +115,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
 
 
 class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
-    """The session's tokens and blocks are freed. Its last round has ended or is cancelled."""
+    """Frees the session's tokens and blocks. Its last round has ended or is cancelled."""
 
     session: int
 
@@ -143,7 +147,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits by which a door checks a request before it sends it."""
+    """The limits that a door checks before it sends a request."""
 
     vocab_size: int
     max_sequence_tokens: int  # prompt + new tokens
@@ -157,7 +161,7 @@ class Limits(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     request_timeout_s: float = 3600.0  # deadline of a request without one
     prompts: PromptLimits = PromptLimits()
-    max_logits_bytes: int = 256 << 20  # of the logits that one request returns
+    max_logits_bytes: int = 256 << 20  # bytes of the logits that one request returns
     more_end_ids: list[int] = []  # further tokens that end a text, as end_id does
 
 
@@ -172,8 +176,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class TopLogProbs(msgspec.Struct, frozen=True, array_like=True):
     """The most likely tokens of one step, by the model's own logits; natural logarithms."""
 
-    log_prob: float  # of the chosen token
-    rank: int  # of the chosen token: how many tokens are at least as likely, itself included
+    log_prob: float  # log probability of the chosen token
+    rank: int  # rank of the chosen token: number of tokens that are at least as likely, itself included
     ids: list[int]  # best first
     log_probs: list[float]
 
@@ -183,7 +187,8 @@ class EventExtra(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     context_logits: (n, V) float32 bytes, of the next n positions of the prompt. generation_logits: (n, V)
     float32 bytes, of the event's n tokens. Both as the model computed them, before temperature and penalties.
-    context_log_prob: of the next tokens of the prompt, its first one excepted. perf: so far, with each token.
+    context_log_prob: of the next tokens of the prompt, without its first one. perf: values so far, sent with
+    each token.
     """
 
     context_logits: bytes = b""
@@ -193,8 +198,11 @@ class EventExtra(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of one sequence, or its end, or both. The sequences of a request are those of its first
-    prompt, then those of the second, and so on."""
+    """New tokens of one sequence, or its end, or both.
+
+    Sequences are numbered prompt by prompt: those of the request's first prompt, then those of the second,
+    and so on.
+    """
 
     request: int
     sequence: int  # index within the request
@@ -206,7 +214,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     context_embedding: bytes = b""  # (hidden,) float32, with the first event only
     top_log_probs: list[TopLogProbs] = []  # one per token, where SamplingParams.top_log_probs is set
     extra: EventExtra | None = None
-    #: of a beam search without a pool, which has no other tokens
+    #: steps of a beam search without a pool, which sends no other tokens
     beams: Optional[BeamStep] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
     queued_s: float = 0.0  # with the first tokens of a prompt: how long it waited for a slot and blocks
 
@@ -220,10 +228,10 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
     """Heartbeat every `BEAT_S`: of every rank to the supervisor, of rank 0 to every door.
 
     busy_s: seconds since the running step began; 0 between steps. A rank that beats but stays busy longer
-    than step_timeout_s is stuck. waits: the exchange with other ranks that it waits in, or the
-    synchronisation with its GPU; "" for none. asleep_s: for how long its loop has slept without a reason
-    (supervisor.loop_watch), in the line of Python `asleep_in`. digest: RankDigest.tokens after `digest_steps`
-    steps, of an engine of several ranks.
+    than step_timeout_s is stuck. waits: the exchange with other ranks, or the GPU synchronisation, in which
+    it waits; "" for none. asleep_s: how long its loop has slept without a reason (supervisor.loop_watch), at
+    the Python line `asleep_in`. digest: RankDigest.tokens after `digest_steps` steps, if the engine has
+    several ranks.
     """
 
     epoch: int
@@ -248,10 +256,10 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
     """The engine's state: sent to a door after Hello, on each change, and every `BEAT_S`.
 
-    phase: "starting", "ready", "down" (a new engine will be started), "failed" (none will be started until
-    something changes), "stopping" (a door may start another supervisor), "closing" (the server ends, and no
-    engine will continue its requests), "lending" (this node runs ranks for node 0, which answers requests).
-    detail: the reason, or the progress of a start.
+    phase: "starting", "ready", "down" (a new engine will be started), "failed" (no engine will be started
+    until something changes), "stopping" (a door may start another supervisor), "closing" (the server ends,
+    and no engine will continue its requests), "lending" (this node runs ranks for node 0, which answers
+    requests). detail: the reason, or the progress of a start.
     """
 
     epoch: int
@@ -280,7 +288,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="rank_progress"):
 class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
     """fatal: a restart would fail in the same way (a wrong setting, a missing file).
 
-    cause: "self"; "peer": an exchange with another rank broke, and the cause is probably there; "group": the
+    cause: "self"; "peer": an exchange with another rank broke, probably because of that rank; "group": the
     error names the ranks.
     """
 
@@ -293,7 +301,8 @@ class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
 
 class RankDigest(msgspec.Struct, frozen=True, tag="rank_digest"):
     """Digests (CRC-32) of what a rank did in its first `steps` steps. After the same steps all ranks have the
-    same tokens, and the tensor ranks of one stage the same state; -1: not known."""
+    same tokens, and the tensor ranks of one stage the same state; -1: not known.
+    """
 
     epoch: int
     rank: int
@@ -307,7 +316,7 @@ class RankDigest(msgspec.Struct, frozen=True, tag="rank_digest"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Exit now, without draining and without a word to the doors, which the supervisor has told."""
+    """Exit now, without draining and without notifying the doors; the supervisor has notified them."""
 
 
 BEAT_S = 0.25  # heartbeats of ranks and of the supervisor
@@ -334,5 +343,5 @@ def decode(frame: bytes, expected: object) -> Any:
         decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
     try:
         return decoder.decode(frame)
-    except UnicodeDecodeError as error:  # msgspec passes it on as it is
+    except UnicodeDecodeError as error:  # msgspec does not convert this error
         raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None

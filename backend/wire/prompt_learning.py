@@ -1,5 +1,5 @@
-"""Prompt learning: trained vectors in place of tokens of a prompt. What doors and engine share,
-without numpy and torch.
+"""Prompt learning, trained vectors in place of prompt tokens: definitions shared by doors and engine. No
+numpy, no torch.
 
 A virtual token has no id of the vocabulary. In the engine's prompts the id vocab_size + i stands for row i of
 the request's table: an embedding, or the keys and values of a prefix. Contracts have spellings of their own
@@ -16,9 +16,10 @@ PREFIX_PROMPT = 2  # keys and values of every layer, before position 0
 P_TUNING = 3  # embeddings in place of the ids from prompt_learning_start_id on
 TYPES = (NO_PROMPT, SOFT_PROMPT, PREFIX_PROMPT, P_TUNING)
 
-#: of one table that a request sends, as it is sent
+#: bytes of one table that a request sends, as sent
 MAX_TABLE_BYTES = 64 << 20
-#: ids of a vocabulary behind end_id that count as its padding: Megatron pads to a multiple of 128 * ranks
+#: most ids after end_id that are taken for padding of the vocabulary: Megatron pads to a multiple of 128 *
+#: ranks
 _MOST_PADDING = 1024
 
 
@@ -34,9 +35,9 @@ class PromptTask(msgspec.Struct, frozen=True):
 class PromptLimits(msgspec.Struct, frozen=True):
     """Prompt-learning limits that the doors check.
 
-    kind: prompt_learning_type of the model. start_id: P_TUNING, the first id of a client that is virtual.
-    tasks: by number. prefix_size: values of a row of a prefix, layers * 2 * kv heads * D; 0: the model takes
-    none. largest: the largest value that the engine's dtype holds.
+    kind: prompt_learning_type of the model. start_id: with P_TUNING, the first virtual id of clients. tasks:
+    by number. prefix_size: values per row of a prefix, layers * 2 * kv heads * D; 0: the model has no
+    prefixes. largest: the largest value that the engine's dtype holds.
     """
 
     kind: int = NO_PROMPT
@@ -62,8 +63,11 @@ class LearnedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def default_start_id(vocab_size: int, end_id: int) -> int:
-    """prompt_learning_start_id where config.ini has none: end_id + 1, as FasterTransformer has it, if only
-    padding of the vocabulary can follow; else vocab_size, because ordinary ids would count as virtual."""
+    """Return the default of prompt_learning_start_id in config.ini.
+
+    It is end_id + 1, as in FasterTransformer, if only padding of the vocabulary can follow; else vocab_size,
+    because ordinary ids would count as virtual.
+    """
     padding = vocab_size - (end_id + 1)
     if end_id >= 0 and 0 <= padding <= min(_MOST_PADDING, vocab_size // 32):
         return end_id + 1

@@ -1,8 +1,8 @@
 """The sampling parameters: one row each, and nothing else repeats a row.
 
-A row is a field of SamplingParams: type, neutral value, meaning and range. From the rows follow the message
-that carries them, the range check of doors and engine, the input tensors of a contract that has no name of
-its own for a parameter (`doors/contracts`), the options of `tridecode generate` and a table in
+A row is a field of SamplingParams: type, neutral value, meaning and range. The rows define the message that
+carries them, the range check of doors and engine, the input tensors of a contract that has no name of its own
+for a parameter (`doors/contracts`), the options of `tridecode generate` and a table in
 docs/reference/requests.md. The per-slot struct of the kernels has columns of the same names.
 """
 
@@ -27,15 +27,15 @@ class Range:
 
 #: tokens of a step; vLLM's default limit
 MAX_TOP_LOG_PROBS = 20
-#: a temperature below counts as 0, as in vLLM: logits divided by it could overflow float32
+#: a lower temperature counts as 0, as in vLLM: dividing logits by it could overflow float32
 GREEDY_BELOW = 1e-5
 _ABOVE_0 = math.ulp(0.0)
-_COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
+_COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # the engine stores it as int32
 _TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
 _SEED = Range(0, 2**64 - 1, "0 to 2**64 - 1")
 _SHARE = Range(0.0, 1.0, "a number from 0 (off) to 1")
 _FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
-#: smaller factors could make a logit infinite; a little below 1e-6, because FP32 holds 1e-6 as 9.9999999e-07
+#: smaller factors could make a logit infinite; slightly below 1e-6, because 1e-6 in FP32 is 9.9999999e-07
 _FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
 _DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
 _PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
@@ -49,7 +49,8 @@ _EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) 
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence chooses its tokens. One vocabulary for every door; `check` compares with the ranges.
+    """How one sequence chooses its tokens. All doors use these names; `check` compares values with the
+    ranges.
 
     The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
     penalty, min_tokens, min-p, top-k, then top-p within what min-p and top-k left. `top_k == 1` or a
@@ -57,9 +58,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     transformers it comes last. Both orders keep the same tokens unless top_p is below 1: min-p and top-k are
     bounds on the logits and commute.
 
-    beam_width above 1 is beam search (beams.py), where top_k, top_p, min_p and seed have no effect.
-    Else num_return_sequences n samples n sequences of one prompt: sample i is what the seed plus i, modulo
-    2**64, gives alone.
+    beam_width above 1 selects beam search (beams.py), in which top_k, top_p, min_p and seed have no effect.
+    Otherwise num_return_sequences is the number of sequences sampled from one prompt; sample i equals the
+    answer of a request with the seed plus i, modulo 2**64.
     """
 
     max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
@@ -100,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def divisor(self) -> float:
-        """Divisor of the logits before the softmax; 0.0: greedy, no division."""
+        """Return the divisor of the logits before the softmax; 0.0: greedy, no division."""
         return 0.0 if self.temperature < GREEDY_BELOW else self.temperature
 
     @property
@@ -116,7 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def num_sequences(self) -> int:
         """Sequences of the prompt's group in the engine's events. Beams that compete to the end are one
-        sequence, whose events have the steps of all of them."""
+        sequence, whose events have the steps of all of them.
+        """
         if self.beam_width == 1:
             return max(1, self.num_return_sequences)
         return (self.num_return_sequences or self.beam_width) if self.beam_pool else 1
@@ -124,7 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row. range: None where a check needs more than the value, as for a token id."""
+    """One row. range: None if the check needs more than the value, as for a token id."""
 
     name: str
     type: type
@@ -150,7 +152,7 @@ def _ranges(table: type[SamplingParams]) -> tuple[tuple[str, float, float, str],
 
 
 def check(params: SamplingParams) -> str | None:
-    """None, or one sentence: which field is out of its range, what was found and what was wanted."""
+    """Return None, or one sentence that names the field out of range, what was found and what was wanted."""
     for name, low, high, wanted in _ranges(type(params)):
         value = getattr(params, name)
         if not low <= value <= high:  # a NaN compares false, so it is refused too

@@ -1,13 +1,12 @@
-"""The number of requests that a door has taken and not ended, readable after the death of the door's process.
+"""Number of requests that a door has accepted and not ended, readable after the door's process has died.
 
 Triton 2.51 itself answers, with an error, requests that a dead process has not received or is still working
-on inside execute(). A request that execute() has returned without an answer is ended by its door alone, so
-after the door's death never. A door counts these requests here.
+on inside execute(). A request whose execute() has returned without an answer can only be ended by its door,
+so never after the door's death. A door counts these requests here.
 
-The count is 8 bytes in an anonymous file (memfd) that the process maps; to set it is a store to memory. The
-kernel keeps the file while any process has it open, so a SIGKILL loses nothing, a full disk or a deleted
-folder does no harm, and nothing is left behind. `tridecode serve` opens it through /proc while the door
-lives; without `serve` nobody does. Standard library only.
+The count is 8 bytes in an anonymous file (memfd) that the process maps; updating it is a store to memory. The
+kernel keeps the file while any process has it open, so it survives SIGKILL, needs no disk or folder, and
+leaves nothing behind. `tridecode serve` opens it through /proc while the door lives. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LAYOUT = struct.Struct("<8sQ")  # magic, count
 _COUNT = struct.Struct("<Q")
 _MAGIC = b"tdtaken1"
 _CLOSE_ON_EXEC = 1
-#: not os.memfd_create, which a python that was built on an old glibc lacks
+#: not os.memfd_create, which a Python built on an old glibc lacks
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _log = logging.getLogger("tridecode.door")
@@ -37,8 +36,9 @@ _log = logging.getLogger("tridecode.door")
 class TakenRequests:
     """The count of one door, for its whole process. Any thread may call.
 
-    Between `begin` and `returned` a request is Triton's: execute() works on it. From `returned` to `end` it
-    is counted. Without memfd (a sandbox) nothing is counted: `serve` judges by Triton's shared memory alone.
+    Between `begin` and `returned`, execute() works on a request and Triton answers for it. From `returned` to
+    `end` it is counted. Without memfd (a sandbox) nothing is counted, and `serve` relies on Triton's shared
+    memory alone.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class TakenCount:
 
 
 def find_count(pid: int) -> TakenCount | None:
-    """The count of a living door; None if the process has none (yet), or is not ours to look at."""
+    """Return the count of a living door; None if the process has none (yet), or may not be inspected."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
@@ -114,7 +114,7 @@ def find_count(pid: int) -> TakenCount | None:
 
 
 def _opened(path: str) -> TakenCount | None:
-    """None while the door has not written the magic yet. The file is closed with the last reference to it."""
+    """Return None until the door has written the magic. The file is closed with the last reference to it."""
     file = open(path, "rb", buffering=0)  # noqa: SIM115  TakenCount keeps it open
     if os.pread(file.fileno(), _LAYOUT.size, 0)[: len(_MAGIC)] == _MAGIC:
         return TakenCount(file)

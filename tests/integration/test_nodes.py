@@ -238,7 +238,7 @@ def test_killed_supervisors_of_the_other_node_are_named_and_the_engines_come_bac
         assert seconds < ERROR_S
         # silent for 3 s, or back before that, since its server starts a new one
         assert "node 1 (" in text
-        assert "its supervisor is dead or stopped" in text or "was started again" in text
+        assert "its supervisor is dead or stopped" in text or "was restarted" in text
     back = wait_until(lambda: answers(first, model), BACK_S, "answers")
     print(f"killed: errors after {seconds:.1f} s, answers after {back:.1f} s")
     for node in nodes:

@@ -40,7 +40,7 @@ SCHEDULE = [
 ]
 #: in the place of WORDS, with CUDA: the kernel's own limit, or the watch over loops, before that of the step
 HANG = (
-    r"(rank \d lost the connection to another rank: rank {rank} did not come to the sum over the tensor"
+    r"(rank \d lost the connection to another rank: rank {rank} did not reach the sum over the tensor"
     r"|rank {rank} has been asleep)"
 )
 

@@ -1,1 +1,1 @@
-"""LoRA adapters: which are loaded, and their part in a step."""
+"""LoRA adapters: loading, eviction, and their operations in a step."""

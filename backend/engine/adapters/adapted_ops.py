@@ -1,8 +1,8 @@
-"""The operations of a step in which rows have LoRA adapters: each product gets its rows' deltas added.
+"""The operations of a step in which rows have LoRA adapters: adds the deltas of its rows to each GEMM.
 
-A model calls operations and knows nothing of adapters. Where a product has deltas it runs unfused: the norm,
-the product, the deltas of the rows of each adapter (plain torch), then activation, or rotation and cache.
-Everything else is passed on. Such steps allocate, so they do not run as CUDA graphs.
+Models call operations and are unaware of adapters. A GEMM with deltas runs unfused: the norm, the GEMM, the
+deltas of each adapter's rows (plain torch), then activation, or rotation and cache. All other operations are
+passed on. Such steps allocate, so they do not run as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, P
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import activated
 
-#: tokens whose deltas, or activations, are in memory at a time
+#: tokens whose deltas or activations are in memory at once
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class _Part:
     """Tokens of a chunk with one adapter. rows: (n,) int64, counted from the chunk's first token; None: all
-    of its tokens."""
+    of its tokens.
+    """
 
     rows: Tensor | None
     table: Table
 
 
 class AdaptedOps:
-    """kernels.ops.Ops for one step with adapters. numbers: (B,) int32, of each row's adapter, -1 for none.
-    query_starts: (B + 1,) int32, as in StepPlan. tables: by these numbers."""
+    """kernels.ops.Ops for one step with adapters.
+
+    numbers: (B,) int32, the number of each row's adapter, -1 for none. query_starts: (B + 1,) int32, as in
+    StepPlan. tables: adapters by number.
+    """
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class AdaptedOps:
 
 
 def _parts(adapters: np.ndarray, tables: dict[int, Table], device: torch.device) -> list[_Part]:
-    """The tokens of a chunk by adapter. adapters: (T,), of each token; -1: none."""
+    """Group the tokens of a chunk by adapter. adapters: (T,), one per token; -1: none."""
     parts = []
     for number in np.unique(adapters[adapters >= 0]).tolist():
         rows = None
@@ -131,7 +135,7 @@ def _parts(adapters: np.ndarray, tables: dict[int, Table], device: torch.device)
 
 
 def _add(parts: Sequence[_Part], x: Tensor, linear: Linear, out: Tensor) -> None:
-    """out[rows] += x[rows] @ a @ b for each adapter, in the dtype of x."""
+    """Compute out[rows] += x[rows] @ a @ b for each adapter, in the dtype of x."""
     for part in parts:
         pair = part.table.get(id(linear.weight))
         if pair is None:

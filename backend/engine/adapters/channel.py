@@ -1,4 +1,4 @@
-"""Adapters from rank 0 to the other ranks, beside the steps: over a gloo group that nothing else uses."""
+"""Sends adapters from rank 0 to the other ranks, concurrently with steps, over a separate gloo group."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import torch.distributed as dist
 from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.weights.lora_tensors import Lora
 
-#: a rank waits for the next adapter as long as it lives
+#: a rank waits indefinitely for the next adapter
 _FOREVER = timedelta(days=365)
 
 
 class _Header(msgspec.Struct, array_like=True):
-    """number: the adapter's. pairs: (target, rank, inputs, outputs) of each."""
+    """number: the adapter's. pairs: (target, rank, inputs, outputs) of each pair."""
 
     number: int
     pairs: list[tuple[str, int, int, int]]
 
 
 class AdapterChannel:
-    """Made on all ranks together, once torch.distributed is initialised. One thread a rank uses it.
-    Each method raises PeerLost if another rank is gone."""
+    """Created collectively, once torch.distributed is initialised. Used by one thread per rank.
+    Each method raises PeerLost if another rank is gone.
+    """
 
     waits = ""
 

@@ -1,8 +1,8 @@
-"""The LoRA adapters of one rank: loaded in a thread of their own, kept on the device by number.
+"""The LoRA adapters of one rank: loaded in a separate thread, stored on the device by number.
 
-Rank 0 reads and checks a directory once and sends it to the other ranks, so that all have the same; a torch
-group of its own carries it, and the steps go on meanwhile. Every rank keeps its share: A is cut with the
-inputs of its matrix, B with the outputs.
+Rank 0 reads and checks a directory once and sends it to the other ranks, so that all have the same; it uses a
+separate torch group, and steps continue meanwhile. Every rank stores its share: A is split like the inputs of
+its matrix, B like the outputs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from tridecode.kernels.operands import Linear
 
 log = logging.getLogger("tridecode.engine")
 
-_LOOK_S = 1.0  # interval at which the directories of loaded adapters are looked at
+_LOOK_S = 1.0  # interval between checks of the directories of loaded adapters
 #: weight of a Linear, by identity -> (a (in, R), b (R, out)) of this rank
 Table = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The matrices of a rank's model. linears: those of this rank's stage, by the stems of their files.
-    dtype, device: of its activations."""
+    """The matrices of a rank's model.
+
+    linears: those of this rank's stage, by the stems of their files. dtype, device: those of the activations.
+    """
 
     specs: Mapping[str, WeightSpec]
     linears: Mapping[tuple[str, ...], Linear]
@@ -50,7 +52,10 @@ class Place:
     device: torch.device
 
     def table(self, lora: Lora) -> Table:
-        """This rank's share of an adapter, on the device. CheckpointError where it does not fit the model."""
+        """Return this rank's share of an adapter, on the device.
+
+        CheckpointError if it does not fit the model.
+        """
         missing = set(lora.pairs) - {name for names in self.linears for name in names}
         missing = {name for name in missing if f"{name}.weight" in self.specs or self.num_stages == 1}
         if missing:
@@ -62,7 +67,7 @@ class Place:
         }
 
     def _pair(self, names: tuple[str, ...], lora: Lora) -> tuple[Tensor, Tensor]:
-        """a (in, R) and b (R, out) for the matrices `names`, which one product computes side by side."""
+        """Return a (in, R) and b (R, out) for the matrices `names`, which one GEMM computes side by side."""
         shares = [self._share(name, lora.pairs.get(name)) for name in names]
         a = torch.cat([share[0] for share in shares])
         b = torch.block_diag(*(share[1] for share in shares)) if len(shares) > 1 else shares[0][1]
@@ -72,7 +77,7 @@ class Place:
         return a.to(self.device), b.to(self.device)
 
     def _share(self, name: str, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """a (R, in) and b (out, R) of one matrix, cut as the matrix is; R is 0 where there is no pair."""
+        """Return a (R, in) and b (out, R) of one matrix, split like the matrix; R is 0 without a pair."""
         spec = self.specs[f"{name}.weight"]
         inputs, outputs = spec.shape
         if pair is None:
@@ -90,7 +95,7 @@ class Place:
         return a, self._cut(spec, b)
 
     def _cut(self, spec: WeightSpec, rows: Tensor) -> Tensor:
-        """This rank's share of rows that are split as the matrix is, with zeros where it is padded."""
+        """Return this rank's share of rows that are split like the matrix, with zeros for padding."""
         sizes = spec.share_sizes(self.tensor_size)
         cuts = spec.slices(self.tensor_rank, self.tensor_size)
         parts = [
@@ -105,9 +110,9 @@ class AdapterStore:
     """The tables of a rank and, on rank 0, the Loader that engine.adapters.Adapters works with.
 
     folder: has a directory for each adapter. weights: the directory of lora_targets.json. channel: to the
-    other ranks, if there are any. on_finished: called, in the loading thread, when a load has ended.
-    on_broken: called there with what ended the thread: the rank must end then, as it can load no adapter any
-    more. broken: the same, of a thread that ended before on_broken was set.
+    other ranks, if any. on_finished: called in the loading thread when a load has ended. on_broken: called
+    there with the error that ended the thread; the rank must then exit, because it can no longer load
+    adapters. broken: that error, if the thread ended before on_broken was set.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class AdapterStore:
         self._jobs: Queue[tuple[int, str] | None] = Queue()
         self._finished: deque[tuple[int, TridecodeError | None]] = deque()
         self._changed: deque[str] = deque()
-        self._seen: dict[str, tuple[int, ...]] = {}  # name -> fingerprint of what was loaded
+        self._seen: dict[str, tuple[int, ...]] = {}  # name -> fingerprint of the loaded directory
         self._thread: threading.Thread | None = None
         if channel is not None and not channel.is_first:
             self._run_in_thread(self._follow)
@@ -141,7 +146,10 @@ class AdapterStore:
         return self._tables[number]
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Free adapters. Between steps: what a step in flight reads is freed in the order of the device."""
+        """Free adapters.
+
+        Called between steps: memory that a step in flight reads is freed in the device's stream order.
+        """
         for number in numbers:
             self._tables.pop(number, None)
 
@@ -160,7 +168,7 @@ class AdapterStore:
         return [self._changed.popleft() for _ in range(len(self._changed))]
 
     def close(self) -> None:
-        """End the threads; on rank 0 also those of the other ranks. Call it on every rank."""
+        """End the threads; on rank 0 also those of the other ranks. Must be called on every rank."""
         if self._channel is not None and self._channel.is_first and self._thread is None:
             self._run_in_thread(self._lead)
         self._jobs.put(None)
@@ -200,7 +208,7 @@ class AdapterStore:
             self._channel.end()
 
     def _load(self, number: int, name: str) -> TridecodeError | None:
-        """Load an adapter on every rank. Returns the reason where it failed; nothing remains then."""
+        """Load an adapter on every rank. If that fails, return the reason; nothing remains loaded."""
         started = time.monotonic()
         try:
             lora = self._read(name)
@@ -245,7 +253,7 @@ class AdapterStore:
             return []
 
     def _look(self) -> None:
-        """Tell which of the directories that were read have changed or gone."""
+        """Return which of the loaded directories have changed or gone."""
         for name, state in list(self._seen.items()):
             try:
                 now: tuple[int, ...] = fingerprint(self.folder / name)
@@ -273,7 +281,7 @@ class AdapterStore:
             return CheckpointError(f"the adapter could not be loaded: {type(error).__name__}")
 
     def _follow(self) -> None:
-        """The loading thread of the other ranks: take what rank 0 sends, until it sends the end."""
+        """The loading thread of the other ranks: receive from rank 0 until it sends the end."""
         assert self._channel is not None
         while (received := self._channel.receive()) is not None:
             number, lora = received

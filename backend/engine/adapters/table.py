@@ -1,10 +1,10 @@
-"""Which LoRA adapters are loaded, and which requests wait for one. Host only: no torch.
+"""Tracks which LoRA adapters are loaded, and which requests wait for one. Host only: no torch.
 
-An adapter is loaded when a request names it first, in another thread (`Loader`), and stays until its room is
-needed: the least recently used of those that no open request has gives way. A request whose adapter must be
-loaded waits outside the queue of the planner, so that it delays nobody. Where all rooms are in use, names
-wait in a line in order of arrival, and a request for a loaded adapter joins the line too: else one that is
-always in use would keep the others out for ever.
+An adapter is loaded, in another thread (`Loader`), when a request first names it, and stays until its place
+is needed: then the least recently used adapter without an open request is evicted. A request whose adapter
+must be loaded waits outside the planner's queue, so that it delays no other. If all places are in use, names
+queue in order of arrival, and requests for loaded adapters queue too: otherwise an adapter that is always in
+use would starve the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Loader(Protocol):
         ...
 
     def finished(self) -> list[tuple[int, TridecodeError | None]]:
-        """The loads that have ended since the last call, and the reason where one failed."""
+        """Return the loads that have ended since the last call, with the reason if one failed."""
         ...
 
     def has_finished(self) -> bool:
-        """Whether `finished` has something to tell."""
+        """Return whether `finished` has something to return."""
         ...
 
     def changed(self) -> Iterable[str]:
-        """Loaded names whose directory has changed or gone since the last call."""
+        """Return loaded names whose directory has changed or gone since the last call."""
         ...
 
 
@@ -71,14 +71,14 @@ class _Resident:
     number: int
     name: str
     users: int = 0
-    used: int = 0  # the clock of the last use
+    used: int = 0  # time of the last use
 
 
 @dataclass(eq=False)
 class _Load:
     number: int
     name: str
-    is_stale: bool = False  # the directory changed meanwhile
+    is_stale: bool = False  # the directory has changed since it was loaded
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Adapters:
         self._by_number: dict[int, _Resident] = {}  # also older states that are in use
         self._loading: dict[int, _Load] = {}
         self._waiting: dict[str, list[SequenceGroup]] = {}
-        self._line: deque[str] = deque()  # names that wait for room
+        self._line: deque[str] = deque()  # names that wait for a place
         self._ready: list[tuple[SequenceGroup, TridecodeError | None]] = []
         self._dropped: list[int] = []
         self._clock = 0
@@ -110,17 +110,17 @@ class Adapters:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_ready` has something to give."""
+        """Return whether `take_ready` has something to return."""
         return bool(self._ready) or self.loader.has_finished()
 
     def check(self, name: str) -> None:
-        """Raises RequestError for a name that no adapter can have, UnsupportedError without a loader."""
+        """Raise RequestError for a name that no adapter can have, UnsupportedError without a loader."""
         check_name(name)
         if isinstance(self.loader, NoLoader):
             self.loader.start(NO_ADAPTER, name)
 
     def want(self, group: SequenceGroup) -> bool:
-        """Give the group its adapter. False: it comes with `take_ready`, once the adapter is loaded."""
+        """Assign the group its adapter. False: `take_ready` returns the group once the adapter is loaded."""
         self._forget_changed()
         resident = self._resident.get(group.lora_name)
         if resident is not None and not self._line:
@@ -134,7 +134,7 @@ class Adapters:
         return False
 
     def release(self, group: SequenceGroup) -> None:
-        """The group has ended."""
+        """Drop a group that has ended."""
         resident = self._by_number.get(group.adapter)
         if resident is not None:
             resident.users -= 1
@@ -147,7 +147,9 @@ class Adapters:
         self._advance()
 
     def take_ready(self) -> list[tuple[SequenceGroup, TridecodeError | None]]:
-        """The groups whose adapter has been loaded since the last call, or could not be, and the reason."""
+        """Return the groups whose adapter was loaded, or failed to load (with the reason), since the last
+        call.
+        """
         for number, error in self.loader.finished():
             self._finish(self._loading.pop(number), error)
         self._forget_changed()
@@ -156,7 +158,7 @@ class Adapters:
         return [(group, error) for group, error in ready if group.sequences]
 
     def take_dropped(self) -> list[int]:
-        """The numbers of the adapters that no later plan names."""
+        """Return the numbers of the adapters that no later plan names."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -167,7 +169,7 @@ class Adapters:
 
     def _finish(self, load: _Load, error: TridecodeError | None) -> None:
         groups = self._waiting.pop(load.name, [])
-        if load.name in self._line:  # its first requests were cancelled, and others came
+        if load.name in self._line:  # its first requests were cancelled, and others arrived
             self._line.remove(load.name)
         if error is not None:
             self._dropped.append(load.number)  # a rank may have loaded it
@@ -188,7 +190,9 @@ class Adapters:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """The next request for the name reads the directory again; requests that have it keep theirs."""
+        """Make the next request for the name reread the directory; requests that have the old state keep
+        it.
+        """
         resident = self._resident.pop(name, None)
         if resident is not None and not resident.users:
             self._drop(resident)
@@ -198,7 +202,7 @@ class Adapters:
         self._dropped.append(resident.number)
 
     def _advance(self) -> None:
-        """Serve the line as far as there is room."""
+        """Serve the queue as far as there are places."""
         while self._line:
             name = self._line[0]
             resident = self._resident.get(name)
@@ -215,7 +219,7 @@ class Adapters:
             self._line.popleft()
 
     def _make_room(self) -> bool:
-        """Room for one more adapter; the least recently used one without users gives way."""
+        """Make a place for one more adapter; evict the least recently used one without users if necessary."""
         if len(self._by_number) + len(self._loading) < self.loader.max_loras:
             return True
         idle = [resident for resident in self._resident.values() if not resident.users]
@@ -227,14 +231,14 @@ class Adapters:
         return True
 
     def _leave_line(self, name: str) -> None:
-        """Nobody waits for the name any more; a load that runs goes on."""
+        """Remove a name that nobody waits for any more; a running load continues."""
         del self._waiting[name]
         if name in self._line:
             self._line.remove(name)
 
 
 def unknown_adapter(name: str, available: Iterable[str], where: str) -> RequestError:
-    """The error of a name without a directory. where: the adapters' folder."""
+    """Return the error for a name without a directory. where: the adapters' folder."""
     names = sorted(available)
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20:,} more" if len(names) > 20 else "")
     return RequestError(f"lora_name is {name!r}; {where} has {shown or 'no adapters'}")

@@ -1,1 +1,1 @@
-"""Prompt learning: tables of virtual tokens, and their part in a step."""
+"""Prompt learning: tables of virtual tokens, and their operations in a step."""

@@ -1,12 +1,12 @@
-"""Which tables of prompt learning the requests use, and what each step needs of them. Host only: no torch.
+"""Tracks the prompt-learning tables of requests, and what each step needs of them. Host only: no torch.
 
-A table of a task is on every rank from the start, under the task's number. A table that a request sends gets
-a number of its own, goes to the ranks with the first plan that admits its sequence, once, and is dropped when
-the sequence's group has ended. A preempted sequence is computed again from the same table.
+A task's table is on every rank from the start, under the task's number. A table that a request sends gets a
+new number, is sent to the ranks once, with the first plan that admits its sequence, and is freed when the
+sequence's group has ended. A preempted sequence is recomputed from the same table.
 
 In the known tokens of a sequence the id vocab_size + i stands for row i (backend/wire/prompt_learning.py).
 Embeddings take the place of the word embedding; a prefix is copied into the cache at admission, and the
-computation begins behind it.
+computation starts after it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from tridecode.backend.wire.messages import Submit
 from tridecode.backend.wire.prompt_learning import MAX_TABLE_BYTES, PREFIX_PROMPT, LearnedPrompt, PromptLimits
 from tridecode.backend.wire.prompt_tables import TABLE_DTYPES, not_finite
 
-#: of the tables that one plan carries; the first may be larger alone
+#: bytes of the tables that one plan carries; a single table may be larger
 _STEP_BYTES = MAX_TABLE_BYTES
 
 
 @dataclass
 class HeldPrompt:
-    """The table of a group. number: in plans. vocab_size: ids from it on are rows. values: of a
-    request's table until they are sent."""
+    """The table of a group.
+
+    number: id in plans. vocab_size: ids from it on are rows. values: a request's table, until it is sent.
+    """
 
     number: int
     is_prefix: bool
@@ -37,12 +39,12 @@ class HeldPrompt:
     vocab_size: int
     dtype: str = ""
     values: bytes = b""
-    size: int = 0  # bytes of a request's table; 0: of a task
+    size: int = 0  # bytes of a request's table; 0: a task's table
     sent: bool = True
 
 
 class PromptBook:
-    """Used by the loop's thread. max_bytes: of the tables that all open requests have sent."""
+    """Used by the loop's thread. max_bytes: limit for the tables of all open requests."""
 
     def __init__(
         self, limits: PromptLimits | None = None, hidden: int = 0, vocab: int = 0, max_bytes: int = 0
@@ -58,7 +60,10 @@ class PromptBook:
     # ------------------------------------------------------------ a request
 
     def check(self, prompt: np.ndarray, wanted: LearnedPrompt | None) -> int:
-        """Rows of the table that a prompt may use; 0 without one. RequestError for what cannot be served."""
+        """Return the rows of the prompt's table; 0 without one.
+
+        Raises RequestError if it cannot be served.
+        """
         if wanted is None:
             return 0
         if wanted.task >= 0:
@@ -73,7 +78,7 @@ class PromptBook:
                     "after them"
                 )
             if len(prompt) > rows and (prompt[rows:] >= self._vocab).any():
-                raise RequestError("the prompt has a position of its prefix after other tokens")
+                raise RequestError("the prompt has a prefix position after other tokens")
         return rows
 
     def _task(self, number: int) -> tuple[int, bool]:
@@ -108,8 +113,10 @@ class PromptBook:
         return wanted.rows
 
     def check_room(self, size: int, resumed: bool = False) -> None:
-        """CapacityError where `size` more bytes of tables do not fit now, RequestError if they never do.
-        resumed: an engine that is gone had accepted them, so twice as many are allowed."""
+        """Raise CapacityError if `size` more bytes of tables do not fit now, RequestError if they never fit.
+
+        resumed: an engine that is gone had accepted them, so twice the limit applies.
+        """
         where = f"{self._max_bytes:,} (prompt_table_bytes in config.pbtxt)"
         if size > self._max_bytes:
             raise RequestError(f"the request has {size:,} bytes of prompt tables; this model accepts {where}")
@@ -120,7 +127,7 @@ class PromptBook:
             )
 
     def hold(self, group: SequenceGroup, wanted: LearnedPrompt | None) -> None:
-        """The group's sequences may be planned from now on; ends with `release`."""
+        """Register a group before its sequences are planned; `release` ends this."""
         if wanted is None:
             return
         if wanted.task >= 0:
@@ -162,8 +169,11 @@ class PromptBook:
         return self._step_bytes + held.size <= _STEP_BYTES
 
     def admit(self, sequence: Sequence, block_tokens: int, cached: int) -> int:
-        """The sequence has its slot and blocks, and `cached` tokens in them. Returns how many it has with its
-        prefix, which the step copies into the cache where it is missing."""
+        """Note that the sequence has its slot, its blocks and `cached` tokens in them.
+
+        Returns the number of tokens including its prefix, which the step copies into the cache if it is
+        missing.
+        """
         held = sequence.group.learned
         if held is None:
             return cached
@@ -192,7 +202,7 @@ class PromptBook:
 
         chunks: (sequence, first, count); starts: (chunks + 1,) int32, the start of each in token_ids (T,).
         cleared: blocks that the plan sets to zero. copies: the plan's copies of blocks, whose sources must
-        stay as they are.
+        stay unchanged.
         """
         self._step.cleared = cleared
         for (sequence, _, _), start, stop in zip(chunks, starts, starts[1:]):
@@ -214,7 +224,9 @@ class PromptBook:
 
 
 def refuse_in_session(submit: Submit) -> None:
-    """RequestError for a table in a round of a session, whose tokens outlive the request and its table."""
+    """Raise RequestError for a table in a round of a session, whose tokens outlive the request and its
+    table.
+    """
     if any(sequence.learned is not None for sequence in submit.sequences):
         raise RequestError("the prompt has virtual tokens and is a round of a session; wanted one of them")
 
@@ -227,7 +239,8 @@ def vocabulary_tokens(sequence: Sequence) -> np.ndarray:
 
 def ordinary_runs(sequence: Sequence, ids: np.ndarray) -> list[tuple[int, int]]:
     """Return (start, stop) of the runs of ids (n,) without virtual tokens, which have no log probability and
-    whose logits are not returned."""
+    whose logits are not returned.
+    """
     held = sequence.group.learned
     if held is None:
         return [(0, len(ids))]

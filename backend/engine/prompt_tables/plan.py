@@ -26,7 +26,7 @@ class TableUpload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class PrefixCopy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The prefix `number` becomes the first tokens of the cache in `blocks`, in order."""
+    """Copies the prefix `number` into `blocks`, in order, as the first cached tokens."""
 
     number: _Index
     blocks: list[_Index]
@@ -54,9 +54,9 @@ class VirtualTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 class StepPrompts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Executed before the step, in this order.
 
-    dropped: tables that neither this plan nor a later one names. cleared: blocks of the cache that are set to
-    zero, because a request's table may have filled them with values that are not finite. uploads, prefixes:
-    see there. virtual: of the step's tokens.
+    dropped: tables that neither this plan nor a later one names. cleared: cache blocks to set to zero,
+    because a request's table may have filled them with non-finite values. uploads, prefixes: see TableUpload
+    and PrefixCopy. virtual: the step's virtual tokens.
     """
 
     dropped: list[_Index] = []
@@ -67,7 +67,7 @@ class StepPrompts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 def check_prompts(prompts: StepPrompts, num_tokens: int, where: str) -> None:
-    """TridecodeError for a table whose bytes are not its rows, or a token that the step does not have."""
+    """Raise TridecodeError for a table whose bytes do not match its rows, or a token outside of the step."""
     for table in prompts.uploads:
         item = TABLE_DTYPES.get(table.dtype)
         size = len(table.values)

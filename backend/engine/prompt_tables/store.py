@@ -1,7 +1,7 @@
-"""The tables of prompt learning on one rank: those of tasks, read at the start, and those of requests.
+"""The prompt-learning tables of one rank: tasks' tables, read at the start, and requests' tables.
 
-Embeddings are on the ranks of the first pipeline stage, which embed the tokens; keys and values of a prefix
-are on the ranks that have their layers and heads.
+Embeddings are stored on the ranks of the first pipeline stage, which embed the tokens; a prefix's keys and
+values on the ranks that have their layers and heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ log = logging.getLogger("tridecode.engine")
 @dataclass(frozen=True)
 class PromptPlace:
     """This rank's share of a table. scale: the model's factor of its embeddings; a row of a table already
-    contains it, as transformers' inputs_embeds do."""
+    contains it, as transformers' inputs_embeds do.
+    """
 
     model: ModelConfig
     ranks: SingleRank | ProcessRanks
@@ -52,7 +53,8 @@ class PromptPlace:
 
     def prefix(self, rows: Tensor) -> Tensor:
         """rows: (n, layers, 2, K, D) of the whole model -> (n, L, 2, k, D) of this rank's L layers and k
-        heads."""
+        heads.
+        """
         size, rank = self.ranks.tensor_size, self.ranks.tensor_rank
         start, stop = prefix_spec("prefix", self.model, len(rows)).slices(rank, size)[0]
         mine = stage_layers(self.model.num_layers, self.ranks.stage, self.ranks.num_stages)
@@ -63,11 +65,9 @@ class PromptPlace:
 def prompt_limits(
     section: PromptSection, model: ModelConfig, dtype: torch.dtype, directory: Path | None
 ) -> PromptLimits:
-    """Return the prompt-learning limits of this engine. directory: of the tables; None: the engine has no
-    files.
-
-    A task without a table stays, with its fault: FasterTransformer's samples declare such tasks, which keep
-    their numbers.
+    """Return the prompt-learning limits of this engine. directory: folder of the tables; None: the engine has
+    no files. A task without a table stays listed, with its fault: FasterTransformer's samples declare such
+    tasks, and task numbers must not change.
     """
     tasks = [
         PromptTask(task.name, task.length, task.kind, _fault(task, model, directory))
@@ -85,13 +85,13 @@ def _fault(task: PromptTask, model: ModelConfig, directory: Path | None) -> str:
     if directory is None:
         return "this engine runs random weights"
     if task.kind == PREFIX_PROMPT and model.layer_sizes:
-        return "the layers of this pruned model have different heads, which a prefix has not"
+        return "the layers of this pruned model differ in heads, which a prefix cannot"
     file = task_spec(task, model).file_name(0)
     return "" if (directory / file).exists() else f"{file} is missing"
 
 
 def load_tasks(reader: WeightReader, limits: PromptLimits, place: PromptPlace) -> PromptStore:
-    """The tables of all tasks. Raises WeightFileError for a file that is missing, or damaged."""
+    """Return the tables of all tasks. Raises WeightFileError for a missing or damaged file."""
     store = PromptStore(place)
     for number, task in enumerate(limits.tasks):
         if task.fault:
@@ -162,7 +162,7 @@ class PromptStore:
             self.put_embeddings(upload.number, rows)
 
     def _copy(self, copy: PrefixCopy, caches: Sequence[CacheLayer]) -> None:
-        """The prefix into the first places of the blocks, (N, 2, k, P, D) each layer."""
+        """Copy the prefix into the first positions of the blocks, (N, 2, k, P, D) per layer."""
         rows, size = self._prefixes[copy.number], caches[0].block_tokens
         places = np.arange(len(rows))
         blocks = _on_device(torch.from_numpy(np.asarray(copy.blocks)[places // size]), rows.device)
@@ -176,7 +176,7 @@ class PromptStore:
                 held[blocks, :, :, offsets] = new
 
     def ops(self, ops: Ops, virtual: Iterable[VirtualTokens]) -> Ops:
-        """The operations of a step with virtual tokens."""
+        """Return the operations of a step with virtual tokens."""
         if self._place.ranks.stage or not virtual:
             return ops
         found = []
@@ -190,8 +190,11 @@ class PromptStore:
 
 
 class PromptedOps:
-    """kernels.ops.Ops for one step with virtual tokens: `embed` puts rows of tables in place of those of the
-    word embedding. tokens: (n,) int64, indices of the step's tokens. rows: (n, C)."""
+    """kernels.ops.Ops for one step with virtual tokens: `embed` replaces rows of the word embedding by rows
+    of tables.
+
+    tokens: (n,) int64, indices of the step's tokens. rows: (n, C).
+    """
 
     def __init__(self, ops: Ops, tokens: Tensor, rows: Tensor):
         self._ops, self._tokens, self._rows = ops, tokens, rows
@@ -217,7 +220,7 @@ class PromptedOps:
             first_id=first_id,
             out=out,
         )
-        if first_id:  # the rows of all ranks are added: the first one has those of the virtual tokens
+        if first_id:  # the rows of all ranks are summed: the first rank adds those of the virtual tokens
             out[self._tokens] = 0
             return
         rows = self._rows
@@ -228,5 +231,5 @@ class PromptedOps:
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
+    """Return an asynchronous copy."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

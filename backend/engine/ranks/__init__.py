@@ -1,1 +1,1 @@
-"""Tensor and pipeline ranks: joining, transport, sums, a shared vocabulary."""
+"""Tensor and pipeline ranks: joining, transport, sums, vocabulary-parallel embedding and head."""

@@ -1,9 +1,9 @@
-"""Facts on which the ranks of an engine must agree: their settings when they join, their state while they
+"""Checks that the ranks of an engine agree: on their settings when they join, on their state while they
 serve.
 
 At the join every rank publishes its facts in the store of torch.distributed, before any collective, so that
-ranks of different versions still find each other. In service every rank keeps a digest of the sampled tokens
-and, at times, of the state that tensor ranks hold in copies; the supervisor compares them (StepDigest).
+ranks of different versions still find each other. In service every rank computes a digest of the sampled
+tokens and, periodically, of the state that tensor ranks replicate; the supervisor compares them (StepDigest).
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 from tridecode.backend.wire.messages import PROTOCOL, RankDigest
 
-#: settings that may differ between nodes: paths, threads, devices, and parameters for others than the engine
+#: settings that may differ between nodes: paths, threads, devices, and parameters that the engine does not
+#: read
 _OWN_SETTINGS = ("num_threads", "lora_path", "verify_weights", "devices", "extra")
 _POLL_S = 0.02
 #: steps between two digests of the state, on every rank
 CHECK_STEPS = 32
 #: rows of a step's output that a digest reads
 _CHECK_ROWS = 64
-_NOTHING = "nothing"  # the value of a fact that a rank, of another version, does not have
+_NOTHING = "nothing"  # value of a fact that a rank of another version does not have
 
 
 class PeerLost(TridecodeError):
-    """An exchange with other ranks failed, probably because of another rank, which ended or is stopped."""
+    """An exchange with other ranks failed, probably because another rank has ended or is stopped."""
 
 
 class AgreementError(ConfigError):
-    """The ranks differ in what must be the same; the text names the ranks and both values."""
+    """The ranks differ in a fact that must be equal; the text names the ranks and both values."""
 
 
 class Store(Protocol):
@@ -58,7 +59,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-#: told of each change: what this rank waits for, and the ranks that it waits for
+#: told(what, ranks): called at each change with what this rank waits for, and for which ranks
 Told = Callable[[str, "list[int]"], None]
 
 
@@ -103,7 +104,10 @@ def _digest(file: Path) -> str:
 
 
 class Meeting:
-    """The store through which the ranks of an epoch meet. limit_s: the longest wait for others, seconds."""
+    """The store through which the ranks of an epoch meet.
+
+    limit_s: longest wait for the others, in seconds.
+    """
 
     def __init__(self, store: Store, rank: int, world: int, limit_s: float, told: Told | None = None):
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
@@ -112,7 +116,8 @@ class Meeting:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare facts with those of all ranks. Raises AgreementError, on every rank with the same text;
-        PeerLost if a rank does not come within limit_s."""
+        PeerLost if a rank does not join within limit_s.
+        """
         found = self._gather("facts", dict(facts), "joining")
         text = disagreement([{str(name): str(value) for name, value in one.items()} for one in found])
         if text:
@@ -120,17 +125,19 @@ class Meeting:
             raise AgreementError(text)
 
     def barrier(self, what: str) -> None:
-        """Return once all ranks have come here. Raises PeerLost after limit_s."""
+        """Return once all ranks have reached this call. Raises PeerLost after limit_s."""
         self.gather(what, True)
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Everybody's value, which msgspec encodes, by rank. All ranks gather in the same order. Raises
-        PeerLost after limit_s."""
+        """Return every rank's value, which msgspec must be able to encode, by rank.
+
+        All ranks gather in the same order. Raises PeerLost after limit_s.
+        """
         self._gathered += 1
         return self._gather(f"{what} {self._gathered}", value, what)
 
     def _gather(self, key: str, value: Any, what: str) -> list[Any]:
-        """Everybody's value, by rank."""
+        """Return every rank's value, by rank."""
         self._store.set(f"{key}/{self._rank}", msgspec.msgpack.encode(value).hex())
         missing, deadline = set(range(self._world)) - {self._rank}, time.monotonic() + self._limit_s
         self._told(what, sorted(missing))
@@ -160,7 +167,7 @@ def ranks_text(ranks: Any) -> str:
 
 
 def disagreement(facts: list[dict[str, str]]) -> str:
-    """The first facts that differ: which ranks have which value; "" if all agree. facts: by rank."""
+    """Describe the first facts that differ: which ranks have which value; "" if all agree. facts: by rank."""
     names = sorted({name for one in facts for name in one}, key=_first_in(facts))
     different = [name for name in names if len({one.get(name, _NOTHING) for one in facts}) > 1]
     if not different:
@@ -186,7 +193,7 @@ def _first_in(facts: list[dict[str, str]]) -> Callable[[str], int]:
 
 
 def seal(frame: bytes) -> bytes:
-    """The frame of a plan behind its CRC-32, 4 bytes."""
+    """Return the frame of a plan after its CRC-32 of 4 bytes."""
     return zlib.crc32(frame).to_bytes(4, "little") + frame
 
 
@@ -200,7 +207,7 @@ def unseal(sealed: bytes) -> bytes:
 
 
 class PlanOrder:
-    """Plans must come in order, none twice and none lost."""
+    """Checks that plans arrive in order, without duplicates or gaps."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._last = rank, -1
@@ -216,10 +223,10 @@ class PlanOrder:
 
 
 class StepDigest:
-    """Digests of what a rank of several did, for the supervisor. Used by the thread of the loop.
+    """Digests of the work of one of several ranks, for the supervisor. Used by the thread of the loop.
 
     tokens: of all tokens of the first `steps` steps, the same on all ranks. The state is what the tensor
-    ranks of a stage hold alike; it is read after the steps whose number CHECK_STEPS divides.
+    ranks of a stage replicate; it is read after every CHECK_STEPS-th step.
     """
 
     def __init__(self, epoch: int, rank: int, stage: int, status: Any, send: Callable[[RankDigest], None]):
@@ -227,10 +234,13 @@ class StepDigest:
         self._epoch, self._rank, self._stage = epoch, rank, stage
         self._status, self._send = status, send
         self.steps = self.tokens = 0
-        self._states: dict[int, int] = {}  # by number of the plan, of steps that are not committed
+        self._states: dict[int, int] = {}  # by plan number, for steps that are not committed
 
     def launched(self, plan: StepPlan, copies: Callable[[], list[Tensor]]) -> None:
-        """A step was launched. copies: the tensors that all tensor ranks of this stage have alike."""
+        """Note that a step was launched.
+
+        copies: the tensors that all tensor ranks of this stage replicate.
+        """
         if plan.step % CHECK_STEPS == 0:
             state = 0
             for tensor in copies():
@@ -238,14 +248,14 @@ class StepDigest:
             self._states[plan.step] = state
 
     def committed(self, plan: StepPlan, result: StepResult) -> None:
-        """The tokens of a step are known, and the results of its parts."""
+        """Add the tokens of a step and the results of its parts."""
         data = np.ascontiguousarray(result.tokens, np.int32)
         for part, found in zip(plan.parts, result.parts):
             data = part.digest(data, found)
         self.committed_ids(plan, data)
 
     def committed_ids(self, plan: StepPlan, data: np.ndarray) -> None:
-        """A step is committed. data: int32, what all ranks know of its tokens."""
+        """Note that a step is committed. data: int32, the tokens as known to all ranks."""
         self.tokens = zlib.crc32(data.data, self.tokens)
         self.steps += 1
         self._status.digest = self.steps, self.tokens
@@ -256,5 +266,6 @@ class StepDigest:
 
 def copied_state(state: Any, hidden: Tensor, num_tokens: int) -> list[Tensor]:
     """Return the state that all tensor ranks of a stage must hold equally after a step, on the CPU: the slots
-    of SamplingState and the first rows of the stage's output."""
+    of SamplingState and the first rows of the stage's output.
+    """
     return [state.slots, state.last_tokens, hidden[: min(num_tokens, _CHECK_ROWS)]]

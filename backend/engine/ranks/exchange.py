@@ -19,10 +19,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def exchange(what: str) -> Callable[[_Method], _Method]:
-    """A method that waits for other ranks. what: in words, for diagnoses; "": one that may wait for long.
+    """Decorate a method that waits for other ranks.
 
-    self.waits is `what` meanwhile. An error of torch.distributed becomes PeerLost: the cause is probably
-    another rank. Errors of the device rise as they are.
+    what: a description for diagnoses; "": the method may wait for long. self.waits is `what` meanwhile. An
+    error of torch.distributed becomes PeerLost, since another rank probably caused it. Device errors are
+    raised unchanged.
     """
 
     def wrap(method: _Method) -> _Method:
@@ -49,7 +50,7 @@ def exchange(what: str) -> Callable[[_Method], _Method]:
 
 @contextmanager
 def waiting(ranks: Any, what: str) -> Iterator[None]:
-    """ranks.waits is `what` meanwhile, as with `exchange`."""
+    """Set ranks.waits to `what` within the block, as `exchange` does."""
     ranks.waits = what
     try:
         yield
@@ -58,6 +59,6 @@ def waiting(ranks: Any, what: str) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of an error of gloo or NCCL, without the place in its source."""
+    """Return the first sentence of a gloo or NCCL error, without its source location."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])
     return text.split(". This is typically")[0].strip()

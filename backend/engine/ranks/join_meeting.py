@@ -1,4 +1,4 @@
-"""Place of this rank and of its meeting with the others: its GPU, its network interface, the store."""
+"""Chooses where this rank runs and meets the others: its GPU, its network interface, the store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.rank_gpus import Demand, node_gpus, shown_here
 from tridecode.backend.nodes.addresses import interface_towards
 
-#: that gloo and NCCL open their connections on; the user's own values stay
+#: variables that choose the interface of gloo and NCCL; the user's own values stay
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def choose_gpu(
     config: EngineConfig, rank: int, local_world: int, first_device: int, count: int
 ) -> int | None:
-    """The CUDA device of a rank, as CUDA numbers those of CUDA_VISIBLE_DEVICES; None on a CPU.
+    """Return the CUDA device of a rank, numbered within CUDA_VISIBLE_DEVICES; None on a CPU.
 
-    local_world: ranks of this node. first_device: where those of this node begin. count: devices that torch
-    sees: the supervisor counted device files. Raises ConfigError where a rank has no GPU of its own.
+    local_world: ranks of this node. first_device: the first device of this node's ranks. count: devices
+    visible to torch (the supervisor counted device files). Raises ConfigError if a rank has no GPU of its
+    own.
     """
     local, shown = rank % local_world, shown_here(count)
     tensor, stages = config.tensor_para_size, config.pipeline_para_size
@@ -42,7 +43,7 @@ def choose_gpu(
 
 
 def join(url: str, rank: int, world: int, listen_fd: int | None, timeout_s: float) -> dict[str, Any]:
-    """The arguments of init_process_group that say where the ranks meet.
+    """Return the arguments of init_process_group for the ranks' meeting.
 
     url: file://PATH on one machine, or tcp://HOST:PORT, where rank 0 serves on the listening socket
     `listen_fd`, which its supervisor has bound to node 0's own address. Raises EngineDownError if rank 0 is

@@ -25,38 +25,40 @@ from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import Outbox
 from tridecode.backend.models.context import RowSums
 
-if TYPE_CHECKING:  # imports the binding of the built library
+if TYPE_CHECKING:  # imported here: it loads the binding of the built library
     from tridecode.kernels.peer_sums import PeerSums
 
 log = logging.getLogger("tridecode.engine")
 
-#: Types of devices on which pipeline stages have several plans in flight. On one machine the ranks of a CPU
-#: share its cores, and a step of fewer rows costs nearly as much as one of all (docs/lab/pipeline.md has
-#: figures).
+#: Types of devices on which pipeline stages have several plans in flight. CPU ranks of one machine share its
+#: cores, and a step of fewer rows costs nearly as much as one of all rows (docs/lab/pipeline.md has figures).
 PIPELINE_DEVICES = frozenset({"cuda"})
 
 
 class Posted(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> object: ...
 
 
-#: gloo's own limit of an exchange in a step. The supervisor ends a step that hangs much earlier
+#: gloo's own time limit of an exchange in a step. The supervisor ends a step that hangs much earlier
 #: (step_timeout_s), and a pause of the whole machine must not break a step that waits.
 _STEP_LIMIT = timedelta(minutes=30)
-#: an idle engine's ranks wait for a plan as long as they live; they end with their supervisor (rank_link)
+#: an idle engine's ranks wait indefinitely for a plan; they end with their supervisor (rank_link)
 _FOREVER = timedelta(days=365)
 
 
-#: what a rank that waits for its own GPU waits in: it may be another rank that the GPU waits for
+#: value of `waits` while a rank waits for its own GPU, which may in turn wait for another rank
 GPU = "the synchronisation with its GPU"
 
 
 @dataclass(frozen=True)
 class Joining:
-    """How a rank joins. facts: what all ranks must have alike. limit_s: the longest wait for other ranks
-    while the engine starts. told: what this rank waits in, and for which ranks."""
+    """How a rank joins.
+
+    facts: values that must be equal on all ranks. limit_s: longest wait for other ranks while the engine
+    starts. told: called with what this rank waits in, and for which ranks.
+    """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 900.0
@@ -64,7 +66,9 @@ class Joining:
 
 
 def open_store(meeting: str, rank: int, world: int, limit_s: float) -> Any:
-    """The store of torch.distributed at a URL, file://PATH or tcp://HOST:PORT; rank 0 serves the latter."""
+    """Return the store of torch.distributed at a URL, file://PATH or tcp://HOST:PORT; rank 0 serves the
+    latter.
+    """
     place = urlsplit(meeting)
     if place.scheme == "file":
         return dist.FileStore(place.path, world)
@@ -122,10 +126,11 @@ class ProcessRanks:
     tensors.
 
     meeting: a URL (open_store), the same on all ranks, or {"store": an open store}. Collective: returns when
-    all are there. Raises AgreementError if they differ in joining.facts, PeerLost if one does not come.
-    waits: the exchange that this rank waits in, or GPU; "" for none. pipeline_devices: types of devices with
-    several plans in flight. There no rank but 0 needs a step's results: a plan has the ids of all its tokens.
-    transport: of the tensors.
+    all ranks have joined. Raises AgreementError if they differ in joining.facts, PeerLost if one does not
+    join. waits: the exchange that this rank waits in, or GPU; "" for none. pipeline_devices: types of
+        devices with several plans in flight, where only rank 0 needs a step's results: a plan has the ids of
+    all
+        its tokens. transport: carries the tensors.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class ProcessRanks:
         self._outbox: Outbox | None = None
         self._source = (num_stages - 1) * tensor_size  # of the results
         self._order = PlanOrder(rank)
-        self.peers: PeerSums | None = None  # Engine.load joins them
+        self.peers: PeerSums | None = None  # set by Engine.load
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
         store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
         self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)
@@ -157,7 +162,7 @@ class ProcessRanks:
 
     @exchange("joining")
     def _connect(self, store: Any, world: int, device: torch.device) -> None:
-        """Make the groups. Collective."""
+        """Create the process groups. Collective."""
         tensor_size, num_stages = self.tensor_size, self.num_stages
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world, timeout=_FOREVER)
         staged = shares_a_gpu(device, self._meeting.gather("joining", gpu_name(device)))
@@ -177,7 +182,10 @@ class ProcessRanks:
             self._outbox = Outbox(self._send_result)
 
     def barrier(self, what: str) -> None:
-        """Return once all ranks have come here, while the engine starts. Raises PeerLost if one does not."""
+        """Return once all ranks have reached this call, while the engine starts.
+
+        Raises PeerLost if one does not.
+        """
         self._meeting.barrier(what)
 
     @exchange("the sum over the tensor ranks")
@@ -186,13 +194,14 @@ class ProcessRanks:
         self.transport.all_reduce(x)
 
     def row_sums(self, x: Tensor) -> RowSums | None:
-        """The fused sum of rows such as x, where the tensor ranks have mapped each other's memory."""
+        """Return the fused sum of rows such as x, if the tensor ranks have mapped each other's memory."""
         return self.peers if self.peers is not None and self.peers.takes(x) else None
 
     @exchange("the gathering from the tensor ranks")
     def gather(self, x: Tensor) -> Tensor:
-        """(tensor_size, *x.shape): x of every rank of the tensor group, in rank order; x has equal shapes on
-        all of them."""
+        """Return (tensor_size, *x.shape): x of every tensor rank, in rank order; x has the same shape on all
+        of them.
+        """
         out = x.new_empty(self.tensor_size, *x.shape)
         self.transport.gather(list(out.unbind(0)), x.contiguous())
         return out
@@ -217,8 +226,11 @@ class ProcessRanks:
 
     @exchange("the sending to rank 0")
     def to_first(self, x: Tensor | None, host: Tensor | None) -> None:
-        """Send x of the first tensor rank of the last stage to `host`, host memory of rank 0; nothing with
-        one stage. Neither waits: `host` is valid once those of take_posted are done."""
+        """Send x of the first tensor rank of the last stage to `host`, host memory of rank 0; no effect with
+        one stage.
+
+        No rank waits: `host` is valid once the transfers of take_posted are done.
+        """
         if self._outbox is not None:
             assert x is not None
             self._outbox.put(x)
@@ -230,7 +242,7 @@ class ProcessRanks:
         dist.send(host, 0, group=self._results)
 
     def take_posted(self) -> list[Posted]:
-        """The results that are under way to rank 0 since the last call; empty on other ranks."""
+        """Return the results that have been sent to rank 0 since the last call; empty on other ranks."""
         posted, self._posted = self._posted, []
         return posted
 
@@ -240,7 +252,10 @@ class ProcessRanks:
         work.wait()
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's data in rank order, while the engine starts. Raises PeerLost as `barrier` does."""
+        """Return every rank's data in rank order, while the engine starts.
+
+        Raises PeerLost as `barrier` does.
+        """
         return self._meeting.gather("exchanging the handles of memory", data)
 
     def captures(self, x: Tensor) -> bool:
@@ -248,16 +263,17 @@ class ProcessRanks:
         return self.tensor_size == 1 or self.transport.captures or self.row_sums(x) is not None
 
     def raise_if_lost(self) -> None:
-        """Raise PeerLost if a tensor rank did not come to a sum over peer memory in time."""
+        """Raise PeerLost if a tensor rank did not reach a sum over peer memory in time."""
         if self.peers is not None and self.peers.lost is not None:
             rank, limit_s = self.stage * self.tensor_size + self.peers.lost, self.peers.limit_s
-            raise PeerLost(
-                f"rank {rank} did not come to the sum over the tensor ranks within {limit_s:.3g} s"
-            )
+            raise PeerLost(f"rank {rank} did not reach the sum over the tensor ranks within {limit_s:.3g} s")
 
     def smallest(self, value: int) -> int:
-        """The minimum over the ranks, e.g. of the blocks that fit into their memory, while the engine starts.
-        Raises PeerLost as `barrier` does."""
+        """Return the minimum over the ranks, e.g. of the blocks that fit into their memory, while the engine
+        starts.
+
+        Raises PeerLost as `barrier` does.
+        """
         return min(self._meeting.gather("agreeing on the smallest size", value))
 
     @exchange("the broadcast of a plan")

@@ -1,6 +1,6 @@
-"""Joins the tensor ranks of a stage for what kernels do over peer memory, or says why NCCL sums instead.
+"""Connects the tensor ranks of a stage through peer memory, or logs why NCCL is used instead.
 
-They sum there, and sample from a vocabulary that they share.
+Kernels sum over peer memory, and sample from a vocabulary that the ranks share.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tridecode.engine")
 
-#: the share of step_timeout_s after which a sum names the rank that did not come: before the supervisor ends
-#: the step without a cause
+#: share of step_timeout_s after which a sum names the missing rank, before the supervisor ends the step
+#: without a cause
 _PATIENCE = 1 / 3
 _PROBE_ROWS = 3
-#: bytes of what the ranks tell each other: the host, a handle, why not
+#: bytes of each rank's message: host, handle, reason for failure
 _HOST, _HANDLE, _REASON = 64, 64, 200
 _WITHOUT = "tensor ranks sum through NCCL, and each has the whole vocabulary: %s"
 
@@ -36,11 +36,10 @@ _WITHOUT = "tensor ranks sum through NCCL, and each has the whole vocabulary: %s
 def join_peers(
     ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
 ) -> PeerSums | None:
-    """Connect the sums over tensor ranks through peer memory and try them with real rows; None, with a log
-    line: use NCCL.
+    """Connect the sums over tensor ranks through peer memory and test them; None, with a log line: use NCCL.
 
-    columns: of the rows. Collective: either all ranks get sums or none. Call it before the weights are
-    loaded: without sums each rank has the whole vocabulary.
+    columns: width of the rows. Collective: either all ranks get sums or none. Call it before the weights are
+    loaded: without sums each rank holds the whole vocabulary.
     """
     if not config.enable_custom_all_reduce:
         log.info(_WITHOUT, "enable_custom_all_reduce is false")
@@ -68,7 +67,7 @@ def join_peers(
 def _allocate(
     ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
 ) -> tuple[PeerSums | None, str]:
-    """This rank's memory, or why it has none."""
+    """Return this rank's memory, or why it has none."""
     from tridecode.kernels.cuda import Cuda  # imports the binding of the built library
     from tridecode.kernels.library import KernelError
     from tridecode.kernels.peer_sums import PeerSums
@@ -89,27 +88,28 @@ def _allocate(
 
 
 def _may_wait_in_vain(shared: bool) -> str:
-    """Why a kernel that waits for another rank's might wait until its limit; "": it does not.
+    """Return why a kernel that waits for another rank's might wait until its limit; "": it does not.
 
-    shared: through MPS (runtime.cu). Another process's kernel then runs beside ours and may hold the
-    multiprocessors that a rank needs before it can send its rows. Time slices do no harm: a process that
-    shares a GPU without MPS has the whole of it for its slice, so that the rows arrive some slices later, and
-    a wait that is longer than the limit ends and names the rank.
+    shared: the GPU is shared through MPS (runtime.cu). Another process's kernel then runs beside ours and may
+    occupy the multiprocessors that a rank needs before it can send its rows. Time slicing is harmless: a
+    process that shares a GPU without MPS has all of it for its slice, so the rows arrive some slices later,
+    and a wait beyond the limit ends and names the rank.
     """
-    why = "its GPU is shared through MPS, where other processes may keep the ranks' kernels from each other"
+    why = "its GPU is shared through MPS, where kernels of other processes may block the ranks' kernels"
     return why if shared else ""
 
 
 class _Told:
     """Result of the exchange between the ranks. reason: why one of them cannot use peer memory; "" if all
-    can. handles: of the tensor group."""
+    can. handles: of the tensor group.
+    """
 
     def __init__(self, reason: str, handles: list[bytes]):
         self.reason, self.handles = reason, handles
 
 
 def _tell(ranks: ProcessRanks, reason: str, handle: bytes = b"") -> _Told:
-    """Tell all ranks why this one cannot ("": it can), and its handle."""
+    """Send this rank's handle, and why it cannot use peer memory ("": it can), to all ranks."""
     texts = [(_host(), _HOST), (handle, _HANDLE), (reason.encode(), _REASON)]
     mine = b"".join(text[:size].ljust(size, b"\0") for text, size in texts)
     rows = ranks.exchange_bytes(mine)
@@ -133,7 +133,7 @@ class PeerSampler:
         from tridecode.kernels.cuda import Cuda
         from tridecode.kernels.cuda_sampling import SharedIds
 
-        assert isinstance(ops, Cuda)  # join_peers has no sums for others
+        assert isinstance(ops, Cuda)  # join_peers returns sums for no other operations
         self._ops, self._peers = ops, peers
         self._ids = SharedIds(vocab.first, vocab.count, vocab.vocab_size)
 
@@ -147,7 +147,7 @@ class PeerSampler:
 
 
 def _host() -> bytes:
-    """Names this machine since its start; containers of a machine have the same."""
+    """Return an id of this machine since its boot; containers on one machine have the same."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
@@ -156,7 +156,7 @@ def _host() -> bytes:
 
 @torch.inference_mode()
 def _probe(sums: PeerSums, ranks: ProcessRanks, dtype: torch.dtype) -> str:
-    """Sum rows that every rank knows, through both buffers of each pair; "": they are right."""
+    """Sum known rows through both buffers of each pair; return the fault, "" if the sums are right."""
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator().manual_seed(7)
     for _ in range(4):

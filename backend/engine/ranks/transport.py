@@ -1,4 +1,6 @@
-"""Tensors between ranks: by the device's own backend, or through host memory where ranks share a GPU."""
+"""Transfers tensors between ranks: by the device's own backend, or through host memory if ranks share a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 
 class Transport(Protocol):
-    """Exchanges of contiguous tensors of the device, in the order of its stream; every rank of a group calls.
+    """Exchanges contiguous device tensors, in stream order; every rank of a group must call.
 
     captures: whether a CUDA graph may hold these calls.
     """
@@ -22,22 +24,22 @@ class Transport(Protocol):
         ...
 
     def gather(self, parts: list[Tensor], x: Tensor) -> None:
-        """parts: x of each rank of the tensor group, in rank order; of x's shape and dtype."""
+        """Gather x of each tensor rank into parts, in rank order; parts have x's shape and dtype."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """x of rank `source` to all ranks."""
+        """Broadcast x of rank `source` to all ranks."""
         ...
 
     def send(self, x: Tensor, rank: int) -> None:
-        """x may be overwritten by what the stream does after the call."""
+        """Send x, which may be overwritten by later work on the stream."""
         ...
 
     def receive(self, x: Tensor, rank: int) -> None: ...
 
 
 class Direct:
-    """NCCL for GPUs, gloo for CPUs. Every call but a CPU's returns while the device works."""
+    """NCCL for GPUs, gloo for CPUs. Except on CPUs, calls return while the device works."""
 
     captures = True
 
@@ -98,12 +100,12 @@ class Staged:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """A copy in pinned memory (of a CPU's tensor in plain memory), complete at the return."""
+    """Return a copy in pinned memory (plain memory for a CPU tensor), complete at the return."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
 
 
 def _bytes(host: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: gloo has not every dtype."""
+    """Return the memory of a contiguous tensor as bytes: gloo does not support every dtype."""
     return host.view(-1).view(torch.uint8)
 
 
@@ -113,5 +115,5 @@ def shares_a_gpu(device: torch.device, names: list[str]) -> bool:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Tells GPUs of all hosts apart; "" for a CPU."""
+    """Return a name that is unique among the GPUs of all hosts; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

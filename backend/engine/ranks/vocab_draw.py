@@ -1,4 +1,4 @@
-"""The draw of vocab_sampler: top-k, top-p and Gumbel-max over logits whose columns are on several ranks."""
+"""The sampling draw of vocab_sampler: top-k, top-p and Gumbel-max over logits split over ranks by columns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from tridecode.backend.engine.ranks.vocab_share import TensorRanks
 from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels.sampling_rules import kept_ids
 
-#: rank's largest logits that are exchanged for top-k at most; above, the k-th largest is searched by its bits
+#: maximum logits per rank that are exchanged for top-k; for a larger k, the k-th largest is found by radix
+#: search
 MOST_CANDIDATES = 1024
-#: float32 values of the rows that are drawn from at a time: the search holds some copies of 8 bytes of each
+#: float32 values processed at a time: the search holds several 8-byte copies of each
 _VALUES = 1 << 22
-#: bits of an ordered float32 that a pass of the search decides, from the top: (shift, number of bins)
+#: bits of an ordered float32 that each pass of the search resolves, most significant first: (shift, number of
+#: bins)
 _PASSES = ((21, 2048), (10, 2048), (0, 1024))
 _WORD = 0xFFFFFFFF
 
@@ -22,7 +24,8 @@ _WORD = 0xFFFFFFFF
 def draw(
     x: Tensor, best: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
 ) -> tuple[Tensor, Tensor]:
-    """((n,) int64 token ids, (n,) float64 their logits) of rows x (n, size) float32, padding minus infinity.
+    """Return ((n,) int64 token ids, (n,) float64 logits) drawn from rows x (n, size) float32, padding minus
+    infinity.
 
     best: (n,) the largest logit of each row over all ranks. sequences: (n,) SLOT records. Rows without a
     finite best get any id. Collective in the tensor group.
@@ -44,7 +47,7 @@ def _draw(
 
 
 class SharedRows:
-    """The Search of kernels/sampling_rules.py where the columns are this rank's ids. Collective."""
+    """The Search of kernels/sampling_rules.py over this rank's columns. Collective."""
 
     def __init__(self, vocab: VocabShare, ranks: TensorRanks):
         self.vocab_size, self._vocab, self._ranks = vocab.vocab_size, vocab, ranks
@@ -55,7 +58,8 @@ class SharedRows:
             ones = torch.ones_like(x, dtype=torch.float64).masked_fill_(x == -torch.inf, 0.0)
             return threshold(x, ones, wanted.double(), self._ranks, is_share=False)
         mine = x.topk(min(most, self._vocab.size), dim=-1).values
-        every = self._ranks.gather(mine).movedim(0, 1).flatten(1)  # (n, t * min(most, size)), `most` or more
+        # (n, t * min(most, size)), at least `most` columns
+        every = self._ranks.gather(mine).movedim(0, 1).flatten(1)
         return every.topk(min(most, every.shape[1]), dim=-1).values.gather(1, wanted[:, None] - 1)[:, 0]
 
     def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
@@ -66,12 +70,13 @@ class SharedRows:
 def threshold(
     x: Tensor, weights: Tensor, wanted: Tensor, ranks: TensorRanks, is_share: bool = True
 ) -> Tensor:
-    """(n,) float32: of each row the largest value v for which the weights of all values >= v, on all ranks,
-    reach `wanted`; minus infinity where all together do not.
+    """Return (n,) float32: per row the largest v such that the weights of all values >= v, on all ranks,
+    reach `wanted`.
 
-    x: (n, size) float32. weights: (n, size) float64, 0 for values that do not count. wanted: (n,) float64, a
-    share of the row's sum or, without is_share, a sum. A radix search: a pass sums the weights by some bits
-    of the ordered values, for the values that begin with the bits found so far.
+    Minus infinity if all weights together do not reach it. x: (n, size) float32. weights: (n, size) float64,
+    0 for values to ignore. wanted: (n,) float64, a share of the row's sum or, without is_share, a sum. A
+    radix search: each pass sums the weights by some bits of the ordered values, among the values that begin
+    with the bits found so far.
     """
     keys, above, bits = _ordered(x), torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.int64)
     reached = torch.ones_like(wanted, dtype=torch.bool)
@@ -81,13 +86,13 @@ def threshold(
         sums = torch.zeros(len(x), bins, dtype=torch.float64, device=x.device)
         sums.scatter_add_(1, (keys >> shift) & (bins - 1), counted)
         ranks.all_reduce(sums)
-        sums = sums.flip(1)  # from the largest values on
+        sums = sums.flip(1)  # from the largest values down
         down = above[:, None] + sums.cumsum(1)
         if number == 0:
             wanted = wanted * down[:, -1] if is_share else wanted
             reached = down[:, -1] >= wanted
         enough = (down >= wanted[:, None]) & (sums > 0)
-        lowest = bins - 1 - (sums > 0).flip(1).int().argmax(1)  # a later pass may sum to a little less
+        lowest = bins - 1 - (sums > 0).flip(1).int().argmax(1)  # a later pass may sum to slightly less
         place = torch.where(enough.any(1), enough.int().argmax(1), lowest)
         before = down.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0]
         above = torch.where(place > 0, before, above)
@@ -96,7 +101,7 @@ def threshold(
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """int64 in 0 .. 2^32 - 1 that are ordered as the float32 values are; both zeros are one value."""
+    """Return int64 in 0 .. 2^32 - 1 in the order of the float32 values; both zeros map to one value."""
     bits = (x + 0.0).view(torch.int32).long() & _WORD
     return torch.where(bits >> 31 == 1, bits ^ _WORD, bits | 1 << 31)
 
@@ -109,13 +114,13 @@ def _from_ordered(keys: Tensor) -> Tensor:
 def _largest_score(
     x: Tensor, keep: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
 ) -> tuple[Tensor, Tensor]:
-    """The id with the largest logit plus Gumbel noise among those that are kept, and its logit."""
+    """Return the id with the largest logit plus Gumbel noise among the kept ones, and its logit."""
     rows, columns = keep.nonzero(as_tuple=True)
     seeds = torch.from_numpy(sequences["seed"].view(np.int64).copy()).to(x.device)
     generated = torch.from_numpy(sequences["generated"].astype(np.int64)).to(x.device)
     noise = uniforms(seeds[rows], columns + vocab.first, generated[rows])
     scores = torch.full_like(x, -torch.inf)
-    lowest = torch.finfo(torch.float32).min  # above what is not kept, whatever the noise is
+    lowest = torch.finfo(torch.float32).min  # above any value that is not kept, whatever the noise
     scores[rows, columns] = (x[rows, columns] - (-torch.log1p(-noise)).log()).clamp_(min=lowest)
     values, places = scores.max(dim=-1)
     logits = x.gather(1, places[:, None])[:, 0]
@@ -126,7 +131,7 @@ def _largest_score(
 
 
 def uniforms(seeds: Tensor, ids: Tensor, generated: Tensor) -> Tensor:
-    """(n,) float32 in (0, 1]: kernels.philox.uniforms in torch, each element with its own key and counter.
+    """(n,) float32 in (0, 1]: kernels.philox.uniforms in torch, with a key and counter per element.
 
     seeds, ids, generated: (n,) int64; seeds hold the bits of a uint64.
     """

@@ -1,4 +1,4 @@
-"""Outputs of a step besides its samples that are computed from vocabulary-parallel logits.
+"""Outputs of a step, besides its samples, computed from vocabulary-parallel logits.
 
 Candidates of beams, the most likely tokens, log probabilities of given ids: only the requested values are
 exchanged between ranks.
@@ -31,7 +31,7 @@ def beam_candidates(
     total = log_sum_exp(x, ranks)
     values, found = largest(x, ids.shape[1], vocab, ranks)
     ids.copy_(found)
-    total = torch.where(total == -torch.inf, 0.0, total)  # of a row whose ids are all banned
+    total = torch.where(total == -torch.inf, 0.0, total)  # rows whose ids are all banned
     log_probs.copy_(values.double() - total[:, None])
 
 

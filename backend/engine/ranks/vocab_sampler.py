@@ -1,10 +1,10 @@
-"""`Ops.sample` where the tensor ranks share the vocabulary: the same tokens, and no rank has all the logits.
+"""`Ops.sample` for tensor ranks that share the vocabulary: the same tokens, although no rank has all logits.
 
-Every rank runs this with its columns and ends with the same tokens and the same state. What crosses for a
-row: (logit, id, log-sum-exp) of each rank's best; for top-k the k largest logits of a rank; for top-p sums
-of probability by the ordered bits of the logits, 2048 of them at a time; then (score, id, logit) of each
-rank's draw. Plain torch on any device; the slots' parameters are read on the host. The rules are those of
-kernels/sampling_rules.py; kernels/reference.py is the meaning of all this.
+Every rank runs this with its columns and ends with the same tokens and the same state. The ranks exchange,
+per row: (logit, id, log-sum-exp) of each rank's best; for top-k the k largest logits of a rank; for top-p
+sums of probability in 2048 bins by the ordered bits of the logits; then (score, id, logit) of each rank's
+draw. Plain torch on any device; the slots' parameters are read on the host. The rules are those of
+kernels/sampling_rules.py; kernels/reference.py defines the result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def sample(
     """Choose the next token of each row and update the state, as kernels.ops.Ops.sample. Collective in the
     tensor group.
 
-    logits: (R, vocab.size) float32 of this rank's ids, padding minus infinity; rows with a slot are
-    overwritten. state: its counts (S, vocab.size) are of this rank's ids. slots, tokens, log_probs: (R,), as
+    logits: (R, vocab.size) float32 for this rank's ids, padding minus infinity; rows with a slot are
+    overwritten. state: its counts (S, vocab.size) cover this rank's ids. slots, tokens, log_probs: (R,), as
     in Ops.sample.
     """
     log_probs.zero_()
@@ -56,7 +56,7 @@ def sample(
         chosen[some], logit[some] = draw(x[some], best[some], sequences[drawn], vocab, ranks)
     nothing = best == -torch.inf
     chosen = torch.where(nothing, NO_TOKEN, chosen)
-    chosen = torch.where(best < torch.inf, chosen, BROKEN_LOGITS)  # a NaN counts as the largest
+    chosen = torch.where(best < torch.inf, chosen, BROKEN_LOGITS)  # NaN counts as the largest
     tokens[rows] = chosen.to(tokens.dtype)
     if total is not None:
         spoken = torch.from_numpy(wants).to(x.device) & (chosen >= 0)
@@ -68,12 +68,13 @@ def _best(
     x: Tensor, vocab: VocabShare, ranks: TensorRanks, want_total: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(n,) float64 largest logit over the ranks, (n,) int64 its id, the lowest of equal ones, and (n,)
-    float64 log(sum(exp)) of all ids if it is wanted."""
+    float64 log(sum(exp)) of all ids if it is wanted.
+    """
     values, columns = x.max(dim=-1)
     sent = [values.double(), (columns + vocab.first).double()]
     if want_total:
         sent.append(x.logsumexp(-1).double())
     found = ranks.gather(torch.stack(sent))  # (t, 2 or 3, n)
-    best, owner = found[:, 0].max(0)  # of equal ones the first rank's
+    best, owner = found[:, 0].max(0)  # the first rank's among equal ones
     ids = found[:, 1].gather(0, owner[None])[0].long()
     return best, ids, found[:, 2].logsumexp(0) if want_total else None

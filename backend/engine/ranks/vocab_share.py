@@ -1,7 +1,8 @@
-"""Embedding and head cut by vocabulary over the tensor ranks: where it is done, and rows across ranks.
+"""Embedding and head split by vocabulary over the tensor ranks: when that is done, and rows across ranks.
 
-Tied or not, both are cut: a rank holds 1 / t of V * C, and so of the head's product, for one more sum of
-(T, C) over the ranks in a step. A GPU samples with Cuda.sample_shared, a CPU with vocab_sampler.py.
+Both are split, tied or not: a rank holds 1 / t of V * C and computes as much of the head's GEMM, at the cost
+of one more sum of (T, C) over the ranks per step. A GPU samples with Cuda.sample_shared, a CPU with
+vocab_sampler.py.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _CUT = ("model.wte", "model.lm_head.weight", "model.lm_head.bias")
 
 
 class TensorRanks(Protocol):
-    """The ranks of a tensor group, as sampling uses them."""
+    """The interface to the ranks of a tensor group that sampling needs."""
 
     tensor_size: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """(tensor_size, *x.shape) in rank order."""
+        """Return (tensor_size, *x.shape) in rank order."""
         ...
 
     def all_reduce(self, x: Tensor) -> None: ...
@@ -31,10 +32,10 @@ class TensorRanks(Protocol):
 def share_vocabulary(
     specs: list[WeightSpec], tensor_size: int, device_type: str, has_peers: bool
 ) -> list[WeightSpec]:
-    """The specs with embedding and head cut by vocabulary, where the tensor ranks share it.
+    """Return the specs, with embedding and head split by vocabulary if the tensor ranks share it.
 
-    CPUs do. GPUs do if their kernels reach the memory of their peers (has_peers): the sampling kernel
-    exchanges there, in CUDA graphs too. Elsewhere each GPU has the whole vocabulary.
+    CPUs always share it. GPUs do if their kernels can access peer memory (has_peers), through which the
+    sampling kernel exchanges, in CUDA graphs too. Otherwise each GPU holds the whole vocabulary.
     """
     if tensor_size == 1 or not (device_type == "cpu" or has_peers):
         return specs
@@ -42,14 +43,14 @@ def share_vocabulary(
 
 
 def mask_padding(logits: Tensor, vocab: VocabShare | None) -> Tensor:
-    """logits, (R, size) of this rank's ids, with minus infinity in the columns of no id."""
+    """Set the columns without an id to minus infinity in logits, (R, size) of this rank's ids."""
     if vocab is not None and vocab.count < vocab.size:
         logits[:, vocab.count :] = -torch.inf
     return logits
 
 
 def whole_rows(logits: Tensor, vocab: VocabShare | None, ranks: TensorRanks) -> Tensor:
-    """(n, V): rows of logits (n, size) of all ranks' ids. Collective in the tensor group."""
+    """Return (n, V): rows of logits (n, size), joined over all ranks. Collective in the tensor group."""
     if vocab is None:
         return logits
     parts = ranks.gather(logits)  # (t, n, size)
@@ -57,12 +58,16 @@ def whole_rows(logits: Tensor, vocab: VocabShare | None, ranks: TensorRanks) -> 
 
 
 def log_sum_exp(logits: Tensor, ranks: TensorRanks) -> Tensor:
-    """(n,) float64: log(sum(exp)) over the whole vocabulary of logits (n, size), padding minus infinity."""
+    """Return (n,) float64: log(sum(exp)) over the whole vocabulary of logits (n, size), padding minus
+    infinity.
+    """
     return ranks.gather(logits.logsumexp(-1).double()).logsumexp(0)
 
 
 def values_at(values: Tensor, ids: Tensor, vocab: VocabShare, ranks: TensorRanks) -> Tensor:
-    """(n,): values (n, size) of each row at a token id of the whole vocabulary (n,) int64."""
+    """Return (n,): each row's value, of values (n, size), at a token id of the whole vocabulary, (n,)
+    int64.
+    """
     local = ids - vocab.first
     mine = (local >= 0) & (local < vocab.count)
     picked = values.gather(1, local.clamp(0, vocab.size - 1)[:, None])[:, 0]
@@ -72,9 +77,9 @@ def values_at(values: Tensor, ids: Tensor, vocab: VocabShare, ranks: TensorRanks
 
 
 def largest(values: Tensor, count: int, vocab: VocabShare, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
-    """((n, count) values, (n, count) int64 token ids), largest first, of values (n, size); count <= V.
+    """Return ((n, count) values, (n, count) int64 token ids), largest first, of values (n, size); count <= V.
 
-    Each rank sends its `count` largest. Of equal values the order is not defined.
+    Each rank sends its `count` largest. The order of equal values is undefined.
     """
     most, rows = min(count, vocab.size), values.shape[0]
     sent = values.new_zeros(rows, most, 2, dtype=torch.float64)

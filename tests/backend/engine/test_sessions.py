@@ -367,7 +367,7 @@ def test_a_round_that_does_not_fit_its_session_is_refused(wanted, new, count, er
 
 
 def test_a_model_whose_attention_orders_its_keys_has_no_ring():
-    run = SessionRun(limits(ring_fault="this model's attention (ALiBi) needs the distance of every key"))
+    run = SessionRun(limits(ring_fault="this model's attention (ALiBi) depends on the distance of every key"))
     Conversation(run, 1, memory=40).round([1, 2, 3], 2)
     with pytest.raises(UnsupportedError, match="memory_len is 8 and session_len 40.*ALiBi"):
         Conversation(run, 2, memory=8).submit([1, 2, 3], 2)
