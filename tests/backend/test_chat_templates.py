@@ -99,6 +99,7 @@ LARGE = {
     "{{ lipsum(n=100000) | length }}": "more than 1 s|memory",
     "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "more than 8,388,608 characters",
 }
+ENDLESS = next(iter(LONG))
 #: on a busy machine the clock may come before the memory
 HOSTILE = {**REFUSED, **LONG, **{key: f"{found}|more than 1 s" for key, found in LARGE.items()}}
 
@@ -130,7 +131,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     assert int(done.stdout) < (256 << 20) + (64 << 20)  # the interpreter and jinja2 have 30 MB
 
 
-def test_one_child_renders_many_templates_and_is_replaced_when_it_dies(renderer) -> None:
+def test_one_child_renders_many_templates_and_its_kill_is_not_noticed(renderer) -> None:
     renderer.render("a", {})
     first = renderer.pid
     started = time.monotonic()
@@ -138,9 +139,33 @@ def test_one_child_renders_many_templates_and_is_replaced_when_it_dies(renderer)
         assert renderer.render("{{ n }}", {"n": number}) == str(number)
     assert renderer.pid == first and time.monotonic() - started < 5.0
     os.kill(first, signal.SIGKILL)
-    with pytest.raises(TemplateFault, match=r"it ends the process that renders it \(signal 9\)"):
-        renderer.render("{{ 'first' }}", {})
-    assert renderer.render("{{ 'second' }}", {}) == "second" and renderer.pid != first
+    assert renderer.render("{{ 'next' }}", {}) == "next" and renderer.pid != first
+
+
+def test_a_render_that_its_child_is_killed_under_is_given_to_one_more_child() -> None:
+    """Kills from outside, while the template runs: the second one ends the render."""
+    renderer = TemplateRenderer(RenderLimits(seconds=30.0))
+    renderer.render("a", {})
+    faults = []
+
+    def work() -> None:
+        try:
+            renderer.render(ENDLESS, {})
+        except TemplateFault as fault:
+            faults.append(str(fault))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first = renderer.pid
+    time.sleep(0.3)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: renderer.pid not in (None, first), 20)
+    time.sleep(0.3)
+    os.kill(renderer.pid, signal.SIGKILL)
+    thread.join(20)
+    assert faults == ["the process that renders it was killed twice (signal 9)"]
+    assert renderer.render("{{ 'third' }}", {}) == "third"
+    renderer.close()
 
 
 def test_threads_get_their_own_answers(renderer) -> None:

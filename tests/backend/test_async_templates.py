@@ -1,0 +1,153 @@
+"""Chat templates for an event loop: the synchronous renderer's texts and limits, without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import time
+from collections.abc import Awaitable
+from typing import Any, Callable
+
+import pytest
+
+from tests.backend.test_chat_templates import ENDLESS, HOSTILE, MESSAGES, TEMPLATES, TOOL
+from tridecode.backend.base.errors import CapacityError
+from tridecode.backend.chat import async_templates
+from tridecode.backend.chat.async_templates import AsyncTemplateRenderer
+from tridecode.backend.chat.templates import RenderLimits, TemplateFault, render_template
+
+LIMITS = RenderLimits(seconds=1.0, memory_bytes=256 << 20)
+CHAT = {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": False}
+
+
+def run(test: Callable[[AsyncTemplateRenderer], Awaitable[Any]], limits: RenderLimits = LIMITS) -> Any:
+    async def whole() -> Any:
+        renderer = AsyncTemplateRenderer(limits)
+        try:
+            return await test(renderer)
+        finally:
+            await renderer.close()
+            assert renderer.pid is None
+
+    return asyncio.run(whole())
+
+
+def test_texts_are_those_of_the_synchronous_renderer_in_the_order_of_requests() -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        found = await asyncio.gather(*(renderer.render(source, CHAT) for source in TEMPLATES.values()))
+        assert found == [render_template(source, CHAT) for source in TEMPLATES.values()]
+        found = await asyncio.gather(*(renderer.render("{{ n }}", {"n": n}) for n in range(500)))
+        assert found == [str(n) for n in range(500)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", ENDLESS, "{{ 'a'.ljust(3000000000) }}", "{{"])
+def test_a_template_that_does_harm_fails_alone(template) -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        bad, good = await asyncio.gather(
+            renderer.render(template, CHAT),
+            renderer.render("{{ messages[0].role }}", CHAT),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, TemplateFault) and good == "system"
+        with pytest.raises(TemplateFault, match=HOSTILE[template]):
+            raise bad
+
+    run(test)
+
+
+def test_the_loop_runs_while_a_template_does_not_end() -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        await renderer.start()
+        render = asyncio.ensure_future(renderer.render(ENDLESS, {}))
+        turns = 0
+        while not render.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert turns > 20
+        with pytest.raises(TemplateFault, match="more than 1 s"):
+            await render
+
+    run(test)
+
+
+def test_a_killed_child_is_not_noticed_and_one_that_is_killed_twice_ends_the_render() -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        await renderer.start()
+        first = renderer.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        assert await renderer.render("{{ 'next' }}", {}) == "next" and renderer.pid != first
+        render = asyncio.ensure_future(renderer.render(ENDLESS, {}))
+        for _ in range(2):
+            await asyncio.sleep(0.2)
+            before = renderer.pid
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            while renderer.pid in (before, None) and not render.done():
+                await asyncio.sleep(0.01)
+        with pytest.raises(TemplateFault, match="killed twice"):
+            await render
+        assert await renderer.render("{{ 'third' }}", {}) == "third"
+
+    run(test, RenderLimits(seconds=30.0))
+
+
+def test_callers_that_leave_take_nothing_with_them() -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        await renderer.start()
+        before = renderer.pid
+        slow = "{% for i in range(300) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+        callers = [asyncio.ensure_future(renderer.render(slow, {})) for _ in range(20)]
+        await asyncio.sleep(0)
+        for caller in callers:
+            caller.cancel()
+        started = time.monotonic()
+        assert await renderer.render("{{ 'mine' }}", {}) == "mine"
+        assert renderer.pid == before and time.monotonic() - started < 1.0  # behind one of them at most
+
+    run(test)
+
+
+def test_too_many_waiting_requests_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(async_templates, "_MAX_WAITING", 3)
+
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        renders = [asyncio.ensure_future(renderer.render("a", {})) for _ in range(5)]
+        found = await asyncio.gather(*renders, return_exceptions=True)
+        assert found[:3] == ["a"] * 3 and all(isinstance(error, CapacityError) for error in found[3:])
+
+    run(test)
+
+
+def test_closing_ends_every_request() -> None:
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        await renderer.start()
+        renders = [asyncio.ensure_future(renderer.render(ENDLESS, {})) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await renderer.close()
+        found = await asyncio.gather(*renders, return_exceptions=True)
+        assert [str(error) for error in found] == ["the server stops"] * 3
+
+    run(test)
+
+
+def test_a_render_takes_at_most_300_us() -> None:
+    """Median of the best of five rounds: other work on the machine only adds to it."""
+    chat = {"messages": [{"role": "user", "content": "How deep is the harbour? " * 20}] * 10}
+
+    async def test(renderer: AsyncTemplateRenderer) -> float:
+        medians = []
+        for _ in range(5):
+            times = []
+            for _ in range(200):
+                started = time.perf_counter()
+                await renderer.render(TEMPLATES["chatml"], chat)
+                times.append(time.perf_counter() - started)
+            medians.append(statistics.median(times))
+        return min(medians)
+
+    assert run(test) < 300e-6
