@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import pytest
 
-from tests.backend.test_chat_templates import ENDLESS, HOSTILE, MESSAGES, TEMPLATES, TOOL
+from tests.backend.chat.test_chat_templates import ENDLESS, HOSTILE, MESSAGES, TEMPLATES, TOOL
 from tridecode.backend.base.errors import CapacityError
 from tridecode.backend.chat import async_templates
 from tridecode.backend.chat.async_templates import AsyncTemplateRenderer

@@ -1,0 +1,165 @@
+"""The tools of a chat request: checked, rendered, and the parser of the answer that may call them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tridecode.backend.chat.chat_template import ChatTemplate
+from tridecode.backend.chat.fields import FieldError, UnsupportedField, shown
+from tridecode.backend.chat.tool_formats import ToolFormat, find_format
+from tridecode.backend.chat.tool_parser import ToolCallParser
+
+MAX_TOOLS = 128  # OpenAI's limit
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
+_TOOLS_VARIABLE = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """The tools of a request. schemas: as the template sees them. choice: "auto", "required" or "named".
+    named: the function that has to be called; "": any. parallel: an answer may have several calls.
+    strict: a function wants arguments that follow its schema, which nothing guarantees."""
+
+    schemas: list[dict[str, Any]]
+    choice: str = "auto"
+    named: str = ""
+    parallel: bool = True
+    strict: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Functions that the answer may call."""
+        if self.named:
+            return frozenset((self.named,))
+        return frozenset(schema["function"]["name"] for schema in self.schemas)
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """How a request with tools is answered.
+
+    schemas: the variable `tools` of the template. suffix: text behind the rendered prompt, which the answer
+    continues. shown_tokens: special tokens that the answer's text has to show. stop: stop words besides the
+    client's.
+    """
+
+    request: ToolRequest
+    kind: ToolFormat
+    suffix: str
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return self.request.schemas
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        return self.kind.shown_tokens
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return () if self.request.parallel or not self.kind.stop else (self.kind.stop,)
+
+    def parser(self) -> ToolCallParser:
+        """A parser for one answer."""
+        request, kind = self.request, self.kind
+        return ToolCallParser(
+            kind, request.names, kind.new_id, forced=self.suffix, single=not request.parallel
+        )
+
+
+def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolRequest | None:
+    """The tools of a request; None: it has none, or forbids calls. Values are of JSON's types, None for a
+    field that was not sent. Raises FieldError, UnsupportedField."""
+    if parallel_tool_calls not in (None, True, False):
+        raise FieldError("parallel_tool_calls", f"is {shown(parallel_tool_calls)}; wanted true or false")
+    if tools is None or tools == []:
+        if tool_choice not in (None, "none", "auto"):
+            raise FieldError("tool_choice", f"is {shown(tool_choice)} and there are no tools; wanted tools")
+        return None
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise FieldError("tools", f"is {shown(tools)}; wanted a list of at most {MAX_TOOLS} tools")
+    schemas = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    names = [schema["function"]["name"] for schema in schemas]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise FieldError(f"tools[{index}].function.name", f"is {shown(name)} twice; wanted each once")
+    choice, named = _read_choice(tool_choice, names)
+    if choice == "none":
+        return None
+    strict = any(tool["function"].get("strict") for tool in tools)
+    # a named function is called once, as with OpenAI
+    return ToolRequest(schemas, choice, named, parallel_tool_calls is not False and not named, strict)
+
+
+def _read_tool(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise FieldError(where, f"is {shown(tool)}; wanted a JSON object")
+    if tool.get("type") != "function":
+        raise UnsupportedField(f"{where}.type", f"is {shown(tool.get('type'))}; wanted function")
+    function = tool.get("function")
+    where += ".function"
+    if not isinstance(function, Mapping):
+        raise FieldError(where, f"is {shown(function)}; wanted a JSON object")
+    unknown = sorted(set(function) - _FUNCTION_KEYS)
+    if unknown:
+        raise FieldError(where, f"has the unknown field {shown(unknown[0])}; wanted {_names(_FUNCTION_KEYS)}")
+    _check_name(f"{where}.name", function.get("name"))
+    for key, kind, words in (
+        ("description", str, "a text"),
+        ("parameters", Mapping, "a JSON object (a JSON schema)"),
+        ("strict", bool, "true or false"),
+    ):
+        value = function.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise FieldError(f"{where}.{key}", f"is {shown(value)}; wanted {words}")
+    kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _check_name(where: str, name: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        found = "missing" if name is None else f"{shown(name)}"
+        raise FieldError(where, f"is {found}; wanted 1 to 128 letters, digits, _, - and .")
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
+    """(none, auto, required or named; the function's name)."""
+    if choice is None:
+        return "auto", ""
+    if choice in ("none", "auto", "required"):
+        return choice, ""
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if name not in names:
+            known = ", ".join(names[:8])
+            raise FieldError("tool_choice.function.name", f"is {shown(name)}; wanted one of tools: {known}")
+        return "named", name
+    if isinstance(choice, Mapping) and isinstance(choice.get("type"), str):
+        raise UnsupportedField("tool_choice.type", f"is {shown(choice['type'])}; wanted function")
+    raise FieldError("tool_choice", f"is {shown(choice)}; wanted none, auto, required or a function of tools")
+
+
+def plan_tools(request: ToolRequest, template: ChatTemplate, parser: str | None = None) -> ToolPlan:
+    """How a model with this template answers. parser: the format's name, where an operator sets it.
+
+    Raises UnsupportedField for a template that does not show tools, or whose format of calls is not known.
+    """
+    source = template.source_for(request.schemas)
+    if not _TOOLS_VARIABLE.search(source):
+        text = "is sent, and its chat template does not show tools; start with another --chat-template"
+        raise UnsupportedField("tools", text)
+    kind = find_format(source, parser)
+    if kind is None:
+        text = "is sent, and the model's chat template has no known format of calls; see --tool-call-parser"
+        raise UnsupportedField("tools", text)
+    suffix = "" if request.choice == "auto" else kind.forced(request.named or None)
+    return ToolPlan(request, kind, suffix)
