@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("parallel", "timed")
 #: folders and files of the second part, below tests/
 TIMED = (
+    "backend/chat/test_async_templates.py",
     "backend/doors/test_real_server.py",
     "backend/nodes/test_two_supervisors.py",
     "backend/supervisor",

@@ -26,7 +26,7 @@ _PASSED = ("name", "reasoning_content", "reasoning")
 
 
 async def reads_parts(template: ChatTemplate, renderer: AsyncTemplateRenderer) -> bool:
-    """Whether a template shows the text of content parts. One that does not shows their repr, or fails."""
+    """Return whether a template shows the text of content parts. Others show their repr, or fail."""
     message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
     try:
         text = await template.render_with(renderer, [message])

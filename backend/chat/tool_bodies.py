@@ -148,7 +148,7 @@ def _arguments_of(text: str) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which cannot be sent."""
+    """Return whether a text has no half of a surrogate pair, which cannot be sent."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -142,7 +142,7 @@ class ToolCallParser:
         return self._open(before[len(before.rstrip()) :], found.group(), text[found.end() :])
 
     def _undecided(self, text: str) -> int:
-        """Where the white space, and the beginning of a tag, at the end of a text begin."""
+        """Return where the white space, and the beginning of a tag, at the end of a text begin."""
         tags, place = self._kind.tags, len(text)
         for start in range(max(0, len(text) - max(map(len, tags)) + 1), len(text)):
             if any(tag.startswith(text[start:]) for tag in tags):
