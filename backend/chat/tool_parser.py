@@ -17,9 +17,9 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """Call number `index` of the answer begins."""
+    """A call begins. call: its number in the answer, from 0."""
 
-    index: int
+    call: int
     id: str
     name: str
 
@@ -27,14 +27,14 @@ class CallStart(NamedTuple):
 class Arguments(NamedTuple):
     """More text of the arguments of a call, as the model wrote it."""
 
-    index: int
+    call: int
     text: str
 
 
 class CallBroken(NamedTuple):
     """A call that had begun turns out not to be one. text: all of it, which is content."""
 
-    index: int
+    call: int
     text: str
 
 

@@ -139,7 +139,7 @@ def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             known = ", ".join(names[:8])
             raise FieldError("tool_choice.function.name", f"is {shown(name)}; wanted one of tools: {known}")
         return "named", name

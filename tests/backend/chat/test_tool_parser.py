@@ -29,8 +29,8 @@ def joined(deltas: list) -> list:
         last = found[-1] if found else None
         if isinstance(delta, Content) and isinstance(last, Content):
             found[-1] = Content(last.text + delta.text)
-        elif isinstance(delta, Arguments) and isinstance(last, Arguments) and last.index == delta.index:
-            found[-1] = Arguments(last.index, last.text + delta.text)
+        elif isinstance(delta, Arguments) and isinstance(last, Arguments) and last.call == delta.call:
+            found[-1] = Arguments(last.call, last.text + delta.text)
         else:
             found.append(delta)
     return found
@@ -258,7 +258,7 @@ def test_calls_that_a_template_writes_are_read_again(kind, calls, cuts) -> None:
     found_format = find_format(source)
     assert found_format is not None and found_format.name == kind.split("-")[0]
     found = run(found_format, [text[i:j] for i, j in itertools.pairwise(places)])
-    assert [(one.index, one.name) for one in found[0::2]] == list(enumerate(name for name, _ in calls))
+    assert [(one.call, one.name) for one in found[0::2]] == list(enumerate(name for name, _ in calls))
     assert [json.loads(one.text) for one in found[1::2]] == [arguments for _, arguments in calls]
 
 
