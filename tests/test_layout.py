@@ -321,7 +321,6 @@ _LONGER = {
     "backend/engine/device/engine.py": 580,
     "backend/engine/schedule/planner.py": 520,
     "backend/engine/schedule/scheduler.py": 480,
-    "kernels/csrc/gemm/chain/product_chain_sm90a.cu": 475,
     "kernels/csrc/gemm/sm90/gemm_sm90_epilogue.cuh": 458,
     "kernels/csrc/sampling/sampling.cu": 820,
     "kernels/reference.py": 550,
