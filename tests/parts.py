@@ -34,6 +34,7 @@ TIMED = (
     "integration/test_instances.py",
     "integration/test_nodes.py",
     "integration/test_supervision.py",
+    "integration/test_survived_requests.py",
     "reliability",
     "tools/bench/test_load.py",
     "tools/serve",

@@ -28,7 +28,7 @@ from tests.checkpoints import save, tiny_gpt2
 from tests.integration.clients import infer, standard_inputs
 from tests.integration.engines import add_engine
 from tests.integration.hosts import Host, refusal, two_hosts
-from tests.integration.test_supervision import command_line, marked_processes
+from tests.integration.supervised import command_line, marked_processes
 from tests.mpi_launchers import launcher
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import state_file

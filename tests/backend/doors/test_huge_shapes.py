@@ -1,6 +1,6 @@
 """Tensors with a shape that no memory holds, made as python_backend's C++ makes them.
 
-The real server: tests/integration/test_supervision.py.
+The real server: tests/integration/test_survived_requests.py.
 """
 
 from __future__ import annotations
