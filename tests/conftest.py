@@ -8,6 +8,7 @@ with their file go one at a time.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("server")
     }
     items.sort(key=lambda item: (item.path not in slow, parts.is_single(item.path)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what imports and collection have made from the garbage collector: torch and transformers are a
+    million objects, and many tests, and our own parity check, collect garbage."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -60,6 +60,18 @@ CASES = [
 ]
 
 
+def every_other(cases: Sequence[str], first: int) -> list:
+    """Return all cases; every other one waits for `make nightly`.
+
+    A layer's output and the model's distribution are tuned by the same code over the same names of tensors:
+    each case has one of the two in `make test`.
+    """
+    return [
+        case if number % 2 == first else pytest.param(case, marks=pytest.mark.nightly)
+        for number, case in enumerate(cases)
+    ]
+
+
 def planned_of(case: str, directory: Path) -> PlannedConversion:
     return plan_conversion(open_checkpoint(save(variants()[case](), directory, tokenizer=False)), "fp32")
 
@@ -106,7 +118,7 @@ def first_error(planned: PlannedConversion, result: Calibrated, sequences: list[
     return sum(errors) / len(errors)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_other(CASES, 0))
 def test_the_output_comes_nearer_to_the_exact_one(case: str, tmp_path: Path) -> None:
     planned, sequences = planned_of(case, tmp_path / "m"), sequences_of()
     method = method_of("int4-tuned", GROUP, FEW)
