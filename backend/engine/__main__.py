@@ -27,16 +27,15 @@ from tridecode.backend.base.errors import (
 from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
-from tridecode.backend.engine.adapters.table import Adapters
-from tridecode.backend.engine.device.engine import Engine, Ranks
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop, follow
-from tridecode.backend.engine.offline import limits_of, prompt_book
 from tridecode.backend.engine.ranks.agreement import AgreementError, PeerLost, StepDigest, facts_of
 from tridecode.backend.engine.ranks.join_meeting import join, set_gpu
-from tridecode.backend.engine.ranks.parallel import Joining, ProcessRanks, SingleRank
-from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.ranks.parallel import Joining, ProcessRanks, Ranks, SingleRank
+from tridecode.backend.engine.scheduler_factory import make_scheduler
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.wire import messages as m
@@ -103,13 +102,13 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
         max_sequences=ranks.smallest(config.slots),
         max_step_tokens=ranks.smallest(config.max_step_tokens),
     )
-    engine = Engine.load(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)
+    engine = load_engine(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)
     if isinstance(ranks, ProcessRanks):
         engine.digest = StepDigest(arguments.epoch, arguments.rank, ranks.stage, link.status, link.tell)
-    if engine.adapters is not None:
-        engine.adapters.on_broken = partial(_give_up, link)
-        if engine.adapters.broken is not None:
-            raise engine.adapters.broken
+    if engine.state.adapters is not None:
+        engine.state.adapters.on_broken = partial(_give_up, link)
+        if engine.state.adapters.broken is not None:
+            raise engine.state.adapters.broken
     return engine
 
 
@@ -147,7 +146,7 @@ def door_limits(engine: Engine) -> m.Limits:
         model_name=model.model_name,
         hidden_size=model.hidden_size,
         request_timeout_s=config.request_timeout_s,
-        prompts=engine.prompt_limits,
+        prompts=engine.state.prompt_limits,
     )
 
 
@@ -169,7 +168,7 @@ def _give_up(link: RankLink, error: BaseException) -> None:
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Run rank 0 (doors, scheduler and loop) until the supervisor sends Stop."""
-    scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader), prompt_book(engine))
+    scheduler = make_scheduler(engine)
     front = Front(
         arguments.endpoint,
         arguments.epoch,
@@ -177,8 +176,8 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         link.beat,
         lambda reason: _give_up(link, TridecodeError(reason)),
     )
-    if engine.adapters is not None:
-        engine.adapters.on_finished = front.wake
+    if engine.state.adapters is not None:
+        engine.state.adapters.on_finished = front.wake
     loop = DecodeLoop(engine, scheduler, front, link.status)
     link.on_stop = loop.stop
     link.ready()

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from tridecode.backend.base.errors import CapacityError, TridecodeError
-from tridecode.backend.engine.device.engine import Engine, Pending
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step.plan import StepPlan

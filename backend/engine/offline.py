@@ -19,14 +19,13 @@ from torch import Tensor
 from tridecode.backend.base.errors import BY_CODE, DeadlineError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.engine.adapters.table import Adapters
-from tridecode.backend.engine.device.engine import Engine, Pending
-from tridecode.backend.engine.device.resolved_settings import choose_device, resolve, spread_tokens
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
+from tridecode.backend.engine.device.pending import Pending
+from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.parts.table import BACKGROUND
-from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.ranks.parallel import SingleRank
-from tridecode.backend.engine.schedule.admission import SchedulerLimits
-from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.scheduler_factory import make_scheduler
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.models import read_model_config
 from tridecode.backend.wire.beam_tree import BeamTree
@@ -40,47 +39,8 @@ from tridecode.backend.wire.messages import (
     TopLogProbs,
 )
 from tridecode.backend.wire.prompt_learning import LearnedPrompt
-from tridecode.kernels.operands import Heads
 
 _DOOR = b"offline"
-
-
-def limits_of(engine: Engine) -> SchedulerLimits:
-    """Return the scheduler's limits for an engine."""
-    config = engine.config
-    assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
-    return SchedulerLimits(
-        num_blocks=engine.num_blocks,
-        block_tokens=config.block_tokens,
-        max_sequences=config.slots,
-        max_sequence_tokens=config.max_sequence_tokens,
-        max_step_tokens=config.max_step_tokens,
-        max_queued_requests=config.max_queued_requests,
-        vocab_size=engine.model_config.vocab_size,
-        request_timeout_s=config.request_timeout_s,
-        max_bad_word_tokens=config.max_bad_word_tokens,
-        max_stop_word_tokens=config.max_stop_word_tokens,
-        max_logits_bytes=config.max_logits_bytes,
-        long_prompt_tokens=engine.model_config.long_prompt_tokens,
-        recompute_long=engine.model_config.recomputes_long,
-        ring_fault=ring_fault(engine.model_config, engine.model.heads),
-        micro_batches=engine.micro_batches,
-        spread_tokens=spread_tokens(engine.model_config, config, engine.device),
-    )
-
-
-def prompt_book(engine: Engine) -> PromptBook:
-    """Return the scheduler's prompt-learning tables for an engine."""
-    model, config = engine.model_config, engine.config
-    return PromptBook(engine.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
-
-
-def ring_fault(config: ModelConfig, heads: Iterable[Heads]) -> str:
-    """Return SchedulerLimits.ring_fault: why attention depends on the order of keys. heads: one per layer."""
-    for layer in heads:
-        if layer.slopes is not None or layer.key_bias is not None:
-            return "this model's attention (ALiBi) depends on the distance of every key"
-    return "this model's attention has a sliding window of its own" if any(config.windows) else ""
 
 
 class Generation:
@@ -150,9 +110,7 @@ class OfflineEngine:
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
         self.engine = engine
-        self.scheduler = Scheduler(
-            limits_of(engine), time.monotonic, Adapters(engine.loader), prompt_book(engine)
-        )
+        self.scheduler = make_scheduler(engine)
         self.generations: list[Generation] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()
         if keep_logits:
@@ -171,7 +129,7 @@ class OfflineEngine:
         without: dict[str, Any] = {feature.switch: 0 for feature in BACKGROUND}
         config = replace(config or EngineConfig(), request_timeout_s=math.inf, **without)
         device = choose_device(config)
-        engine = Engine.load(Path(directory), model, resolve(config, model, device), SingleRank(), device)
+        engine = load_engine(Path(directory), model, resolve(config, model, device), SingleRank(), device)
         return cls(engine, keep_logits)
 
     @property

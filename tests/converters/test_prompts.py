@@ -205,7 +205,7 @@ def test_tasks_may_be_added_to_a_converted_directory(tasks, tmp_path: Path) -> N
         lambda text: text.replace(b"num_tasks = 3", b"num_tasks = 1"),
     )
     offline = OfflineEngine.load(directory, EngineConfig(cache_bytes=1 << 20))
-    assert [each.name for each in offline.engine.prompt_limits.tasks] == ["prompt"]
+    assert [each.name for each in offline.engine.state.prompt_limits.tasks] == ["prompt"]
 
 
 @pytest.mark.parametrize(

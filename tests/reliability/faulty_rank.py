@@ -25,8 +25,8 @@ import torch
 
 from tridecode.backend.engine import __main__ as program
 from tridecode.backend.engine.adapters.store import AdapterStore
-from tridecode.backend.engine.device import engine as engine_module
-from tridecode.backend.engine.device import loader
+from tridecode.backend.engine.device import file_weights, loading, preparation
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.step.decode_graphs import Capturer
@@ -119,13 +119,13 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
     elif point == "verify":
         _at(WeightReader, "verify", at(1))
     elif point == "loading":
-        _at(loader.FileWeights, "tensor", at(8))
+        _at(file_weights.FileWeights, "tensor", at(8))
     elif point == "cache":
-        _at(Engine, "allocate_cache", at(1))
+        _at(DeviceState, "allocate_cache", at(1))
     elif point == "peers":
-        _at(Engine, "_join_peers", at(1))
+        _at(loading, "map_peers", at(1))
     elif point == "warm-up":
-        _at(Engine, "_run", at(2))
+        _at(Engine, "run", at(2))
     elif point == "graphs":
         _at(StandInCapturer, "run", at(3))
     elif point == "step":
@@ -153,17 +153,17 @@ class StandInCapturer(Capturer):
 
 def stand_in_for_a_gpu() -> None:
     """Have the engine run the phases of a start that only GPUs have, on the CPU."""
-    prepare = Engine._prepare
+    prepare = preparation.prepare
 
     def run(engine: Engine, phase: Callable[[str], None]) -> None:
         engine.is_asynchronous = True
         prepare(engine, phase)
         engine.is_asynchronous, engine.graphs, engine.prompt_graphs = False, None, None
 
-    setattr(Engine, "_prepare", run)  # noqa: B010
-    Engine.PEER_DEVICES = frozenset({"cpu"})
-    setattr(Engine, "_can_capture", lambda engine: True)  # noqa: B010
-    engine_module.Capturer = StandInCapturer  # type: ignore[misc]
+    preparation.prepare = run
+    loading.PEER_DEVICES = frozenset({"cpu"})
+    preparation.can_capture = lambda engine: True
+    preparation.Capturer = StandInCapturer  # type: ignore[misc]
     torch.cuda.synchronize = lambda device=None: None
 
 
@@ -197,7 +197,7 @@ def disagree(what: str) -> None:
     if what == "flip":  # a bit of the sampling state, which each tensor rank has; in a slot that nobody takes
 
         def flip(engine: Engine, *_: Any) -> None:
-            engine.state.slots[-1, 0] = 7
+            engine.state.sampling.slots[-1, 0] = 7
 
         _at(Engine, "launch", flip)
         return

@@ -28,6 +28,7 @@ from rich.console import Console
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.models import read_model_config
@@ -139,12 +140,12 @@ def load_once(directory: str, device: str, drop: bool) -> dict[str, Any]:
     def progress(name: str) -> None:
         last_request[0] = time.perf_counter()
 
-    engine = Engine.load(path, model, resolve(config, model, where), SingleRank(), where, progress)
+    engine = load_engine(path, model, resolve(config, model, where), SingleRank(), where, progress)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     load_s, weights_s = time.perf_counter() - started, last_request[0] - started
     memory["loaded"] = memory_used(where)
-    cache_bytes = sum(cache.blocks.nbytes for cache in engine.caches)
+    cache_bytes = sum(cache.blocks.nbytes for cache in engine.state.caches)
     if drop:
         del engine
         memory["dropped"] = _after_dropping(where)

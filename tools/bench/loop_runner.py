@@ -10,11 +10,12 @@ from typing import cast
 import numpy as np
 
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
-from tridecode.backend.engine.device.engine import Engine, Pending
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop
-from tridecode.backend.engine.offline import limits_of
 from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.scheduler_factory import limits_of
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire import messages as m

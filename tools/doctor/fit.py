@@ -10,6 +10,7 @@ import torch
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.cache_size import CPU_CACHE_SHARE
 from tridecode.backend.engine.device.memory import (
     LIBRARY_BYTES,
     NCCL_BYTES,
@@ -17,7 +18,7 @@ from tridecode.backend.engine.device.memory import (
     plan_rank,
     plan_ranks,
 )
-from tridecode.backend.engine.device.resolved_settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
+from tridecode.backend.engine.device.resolved_settings import USUAL_TOKENS, resolve
 from tridecode.backend.engine.parts.table import BACKGROUND
 from tridecode.tools.checks.findings import Finding
 from tridecode.tools.doctor.sizes import in_words

@@ -22,8 +22,9 @@ from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.engine import Engine
-from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.parts.table import background_kinds
+from tridecode.backend.engine.device.preparation import build_engine
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
 from tridecode.backend.models.weights import Weights
@@ -151,7 +152,7 @@ def plan_rank(
 ) -> RankMemory:
     """The memory of one rank. config: resolved. device_type: "cpu" or "cuda".
 
-    Raises ConfigError where the ranks cannot share the model, as Engine.load does.
+    Raises ConfigError where the ranks cannot share the model, as load_engine does.
     """
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
     columns = -(-config.max_sequence_tokens // config.block_tokens)
@@ -179,10 +180,10 @@ def plan_rank(
     def others(directory: Path | None, other: ModelConfig) -> AbstractContextManager[Weights]:
         return nullcontext(_Shapes(specs, ops, None, 0, tensor_rank, size, dtype))
 
-    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"), others)
+    engine = build_engine(model, unlimited, weights, ops, place, torch.device("meta"), others)
     seen: set[int] = set()
-    cache = _total(engine.caches, seen)
-    held, _ = _total(engine.model, seen)
+    cache = _total(engine.state.caches, seen)
+    held, _ = _total(engine.state.model, seen)
     background = _background_bytes(engine, config, seen, device_type)
     device, host = _total(engine, seen)
     if device_type == "cuda":  # the host's buffers are a ring; the device has one
@@ -193,10 +194,10 @@ def plan_rank(
     if has_peers:
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
         kernels += scratch.exchange_bytes(size, config.slots)
-    block = cache[0] // engine.num_blocks
+    block = cache[0] // engine.state.num_blocks
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
     return RankMemory(
-        stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters, background
+        stage, tensor_rank, held, device, kernels, block, host, engine.state.num_blocks, adapters, background
     )
 
 

@@ -10,7 +10,6 @@ import torch
 
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.parts.table import BACKGROUND
@@ -28,7 +27,6 @@ _INVARIANT_BLOCK = 32
 #: a step), and the multiply-adds a second of an H200; its 8-bit ones are twice as fast
 _HOST_S_PER_LAYER, _MULTIPLIES_PER_S = 0.25e-3, 3.5e14
 _FEWEST_SPREAD_TOKENS = 512
-CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
 FEWEST_SLOTS = 64
 MORE_SLOTS = (256, 128)  # on a GPU whose cache then holds USUAL_TOKENS of each sequence
 USUAL_TOKENS = 512
@@ -138,29 +136,3 @@ def spread_tokens(model: ModelConfig, config: EngineConfig, device: torch.device
     is_8_bit = config.int8_mode == 2 or (model.quantization is not None and model.quantization.activations)
     rate = _MULTIPLIES_PER_S * config.tensor_para_size * (2 if is_8_bit else 1)
     return max(_FEWEST_SPREAD_TOKENS, int(_HOST_S_PER_LAYER * model.num_layers * rate / weights))
-
-
-def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the cache: what `cache_bytes` holds or, undecided, a share of the free memory, but never more
-    than the longest sequences together can use. Raises ConfigError where not one sequence of the longest kind
-    fits in cache_bytes."""
-    assert config.max_sequence_tokens is not None
-    most = config.slots * -(-config.max_sequence_tokens // config.block_tokens)
-    if config.cache_bytes is not None:
-        available = config.cache_bytes
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available = int(total * config.memory_fraction) - (total - free - reusable)
-    else:
-        available = int(available_memory() * CPU_CACHE_SHARE)
-    blocks = min(most, available // block_bytes)
-    if blocks < 1:
-        raise ConfigError(
-            f"the cache would have {max(available, 0):,} bytes; one block of {config.block_tokens} tokens "
-            f"needs {block_bytes:,} (cache_bytes and memory_fraction in config.pbtxt)"
-        )
-    log.info(
-        "cache: %d blocks of %d tokens, %.2f GiB", blocks, config.block_tokens, blocks * block_bytes / 2**30
-    )
-    return blocks

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Union
 from urllib.parse import urlsplit
 
 import torch
@@ -152,7 +152,7 @@ class ProcessRanks:
         self._outbox: Outbox | None = None
         self._source = (num_stages - 1) * tensor_size  # of the results
         self._order = PlanOrder(rank)
-        self.peers: PeerSums | None = None  # set by Engine.load
+        self.peers: PeerSums | None = None  # set by loading.map_peers
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
         store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
         self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)
@@ -316,3 +316,6 @@ class _Receipt:
 
     def wait(self) -> None:
         self._ranks.finish(self._work)
+
+
+Ranks = Union[SingleRank, ProcessRanks]

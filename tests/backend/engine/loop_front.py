@@ -53,8 +53,8 @@ class TestFront:
 def run_loop(offline: OfflineEngine) -> Iterator[tuple[TestFront, RankStatus]]:
     front, status = TestFront(), RankStatus()
     loop = DecodeLoop(offline.engine, offline.scheduler, front, status)  # type: ignore[arg-type]
-    if offline.engine.adapters is not None:
-        offline.engine.adapters.on_finished = front.wake
+    if offline.engine.state.adapters is not None:
+        offline.engine.state.adapters.on_finished = front.wake
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.device.engine import Engine
-from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.file_weights import DTYPES
+from tridecode.backend.engine.device.preparation import build_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.ranks.parallel import SingleRank
@@ -38,7 +38,7 @@ def offline_engine(
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
     ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
-    return OfflineEngine(Engine(config, engine_config, weights, ops, SingleRank(), place), keep_logits)
+    return OfflineEngine(build_engine(config, engine_config, weights, ops, SingleRank(), place), keep_logits)
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -24,6 +24,7 @@ import torch
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.ranks.agreement import PlanOrder
@@ -53,7 +54,7 @@ def load(rank: int, meeting: str, kind: str, name: str) -> Engine:
         cache_bytes=256 << 20 if kind == "cpu" else None, max_sequence_tokens=512,
     )  # fmt: skip
     ranks = ProcessRanks(rank, 1, 2, meeting, device)
-    return Engine.load(Path("."), model, resolve(config, model, device), ranks, device)
+    return load_engine(Path("."), model, resolve(config, model, device), ranks, device)
 
 
 class Modes:

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
@@ -132,10 +133,10 @@ def shared_vocabulary(directory: Path, meeting: Path, rank: int, world: int, exc
         model = read_model_config(directory)
         sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
         config = resolve(EngineConfig(**sizes, device="cuda", data_type="fp32"), model, device)
-        engine = Engine.load(directory, model, config, ranks, device)
-        share, graphs = engine.vocab, engine.graphs
-        rows = engine.model.embedding.shape[0], engine.model.head.weight.shape[0]
-        columns = engine.work.logits.shape[1], engine.state.counts.shape[1]
+        engine = load_engine(directory, model, config, ranks, device)
+        share, graphs = engine.state.vocab, engine.graphs
+        rows = engine.state.model.embedding.shape[0], engine.state.model.head.weight.shape[0]
+        columns = engine.state.work.logits.shape[1], engine.state.sampling.counts.shape[1]
         wanted = (0, 200) if rank == 0 else (200, 397)
         is_right = share is not None and (share.first, share.stop) == wanted and graphs is not None
         is_right = is_right and rows == columns == (200, 200)
@@ -182,7 +183,7 @@ def _run_rank(
     model = read_model_config(directory)
     sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
     config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
-    engine, notes = Engine.load(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
+    engine, notes = load_engine(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
     if peers is not None:
         assert (ranks.peers is not None) == peers, "the ranks sum otherwise"
     _watch(engine, notes, last)

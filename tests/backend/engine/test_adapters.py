@@ -166,7 +166,7 @@ def ask(offline: OfflineEngine, name: str, prompt: list[int]):
 def test_adapters_are_added_replaced_and_removed_while_the_engine_runs(served, folder: Path) -> None:
     weights, _, models = served("bloom")
     offline = engine_over(weights, folder)
-    store, prompt = offline.engine.adapters, [5, 6, 7]
+    store, prompt = offline.engine.state.adapters, [5, 6, 7]
     check(models["all"], ask(offline, "all", prompt), prompt)
     with pytest.raises(RequestError, match="lora_name is 'new'; lora_path has all, some"):
         ask(offline, "new", prompt)
@@ -197,7 +197,7 @@ def test_evicted_adapters_leave_memory_and_come_back(served, folder: Path) -> No
     for number in range(3):
         shutil.copytree(folder / "all", folder / f"copy{number}")
     offline = engine_over(weights, folder, max_loras=2)
-    store = offline.engine.adapters
+    store = offline.engine.state.adapters
     for name in ("copy0", "copy1", "copy2", "copy0", "some", "copy1"):
         check(models["some" if name == "some" else "all"], ask(offline, name, [5, 9]), [5, 9])
         ask(offline, "", [5])
@@ -308,11 +308,11 @@ def test_steps_without_adapters_keep_their_graphs_and_operations(served, folder:
         engine, "_step_ops", lambda parts: seen.append((parts, step_ops(parts))) or seen[-1][1]
     )
     ask(offline, "all", [5])
-    assert graphs.plans == [] and all(ops is not engine.ops for _, ops in seen)
+    assert graphs.plans == [] and all(ops is not engine.state.ops for _, ops in seen)
     seen.clear()
     ask(offline, "", [5])
     assert len(graphs.plans) == TOKENS == len(seen)
-    assert all(ops is engine.ops for _, ops in seen)
+    assert all(ops is engine.state.ops for _, ops in seen)
     assert all(run.part.numbers is None for parts, _ in seen for run in parts)
     offline.engine.close()
 

@@ -91,7 +91,7 @@ def test_beams_equal_transformers_when_they_are_preempted(make) -> None:
     kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     block = block * kv_heads // model.config.num_attention_heads
     offline = offline_engine(model, keep_logits=False, max_sequences=12, cache_bytes=11 * block)
-    assert offline.engine.num_blocks == 11
+    assert offline.engine.state.num_blocks == 11
     with torch.inference_mode():
         found = offline.generate(prompts, params)
     assert offline.scheduler.counters.preemptions > 0

@@ -92,7 +92,7 @@ def test_ranks_that_share_the_vocabulary_hold_all_end_ids_back(tmp_path) -> None
 def test_a_preempted_sequence_keeps_its_end_ids() -> None:
     model = llama()
     prompts = prompts_of([9, 9, 9], model.config.vocab_size)
-    size = offline_engine(model).engine._block_bytes()
+    size = offline_engine(model).engine.state.block_bytes()
     offline = offline_engine(model, cache_bytes=6 * size)
     asked = []
     for prompt in prompts:

@@ -71,7 +71,7 @@ def test_operations_may_compute_what_is_behind_attention_at_once(make, monkeypat
 
 def _bytes_of_blocks(model: torch.nn.Module, count: int) -> int:
     engine = offline_engine(model).engine
-    return count * engine._block_bytes()
+    return count * engine.state.block_bytes()
 
 
 @pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])

@@ -116,8 +116,10 @@ def test_alone_and_in_a_full_batch_a_request_follows_transformers(
     full = gpu_engine(model, data_type=dtype).generate(prompts, params)
     single = gpu_engine(model, data_type=dtype)
     taken = []
-    linears = single.engine.ops.linears
-    monkeypatch.setattr(single.engine.ops, "linears", lambda *args: taken.append(linears(*args)) or taken[-1])
+    linears = single.engine.state.ops.linears
+    monkeypatch.setattr(
+        single.engine.state.ops, "linears", lambda *args: taken.append(linears(*args)) or taken[-1]
+    )
     alone = [single.generate([prompt], params)[0] for prompt in prompts]
     if torch.cuda.get_device_capability() == (9, 0):
         assert any(taken) == at_once
@@ -211,6 +213,6 @@ def test_fp8_blocks_stay_in_8_bit(tmp_path: Path) -> None:
     source = save_quantized(model, tmp_path / "hf", FP8_BLOCKS)
     keep_quantized(plan_conversion(open_checkpoint(source))).write(tmp_path / "w")
     config = EngineConfig(device=DEVICE, data_type="bf16", max_sequences=4, cache_bytes=16 << 20)
-    layer = OfflineEngine.load(tmp_path / "w", config).engine.model.layers[0]
+    layer = OfflineEngine.load(tmp_path / "w", config).engine.state.model.layers[0]
     for linear in (layer.qkv, layer.dense, layer.up, layer.down):
         assert isinstance(linear.weight, QuantizedWeight) and linear.weight.block_rows == 128

@@ -68,7 +68,7 @@ def test_tokens_depend_neither_on_chunks_nor_on_company_nor_on_preemption(make, 
         offline_engine(model, max_step_tokens=64, **settings).generate([prompt], params)[0].tokens
         for prompt in prompts
     ]
-    block = offline_engine(model, **settings).engine._block_bytes()
+    block = offline_engine(model, **settings).engine.state.block_bytes()
     for change in ({"max_step_tokens": 5}, {"cache_bytes": 9 * block}, {"block_tokens": 3}):
         offline = offline_engine(model, **settings, **change)
         assert [one.tokens for one in offline.generate(prompts, params)] == alone
@@ -94,7 +94,7 @@ def test_beams_share_and_copy_blocks_with_their_scales(format: str, blocks: int)
     prompts = prompts_of([13, 17, 8], model.config.vocab_size, seed=3)
     params = SamplingParams(max_tokens=10, beam_width=3, len_penalty=1.0, beam_pool=True, end_id=5)
     settings = {"keep_logits": False, "max_sequences": 12, "kv_cache_dtype": format}
-    block = offline_engine(model, **settings).engine._block_bytes()
+    block = offline_engine(model, **settings).engine.state.block_bytes()
     offline = offline_engine(model, cache_bytes=blocks * block, **settings)
     with torch.inference_mode():
         found = offline.generate(prompts, params)
@@ -141,7 +141,7 @@ def test_values_that_overflow_do_not_stay_in_the_blocks() -> None:
     """A table of huge values makes an fp16 model compute infinities, whose scales are NaN."""
     model = FAMILIES["gpt2"]()
     settings = {"data_type": "fp16", "kv_cache_dtype": "int8"}
-    block = offline_engine(model, **settings).engine._block_bytes()
+    block = offline_engine(model, **settings).engine.state.block_bytes()
     offline, vocab = offline_engine(model, cache_bytes=5 * block, **settings), model.config.vocab_size
     plain = prompts_of([2], vocab)[0]
     first = ask(offline, plain)
@@ -150,10 +150,10 @@ def test_values_that_overflow_do_not_stay_in_the_blocks() -> None:
     ask(offline, [*range(vocab, vocab + 4), 1, 2, 3], soft(huge))
     with pytest.raises(TridecodeError, match="logits are not numbers"):
         offline.run()
-    assert not all(cache.scales.isfinite().all() for cache in offline.engine.caches)
+    assert not all(cache.scales.isfinite().all() for cache in offline.engine.state.caches)
     again = ask(offline, plain)
     offline.run()
-    assert all(cache.scales.isfinite().all() for cache in offline.engine.caches)
+    assert all(cache.scales.isfinite().all() for cache in offline.engine.state.caches)
     assert offline.generations[again].tokens == offline.generations[first].tokens
 
 
@@ -179,5 +179,5 @@ def test_more_blocks_fit_into_the_same_bytes(format: str) -> None:
         offline_engine(model, kv_cache_dtype=dtype, **settings).engine for dtype in ("auto", format)
     )
     tokens = 2 * 2 * 3 * 8  # layers, keys and values, heads, tokens of a block
-    assert exact.num_blocks == 49152 // (tokens * 16 * 4)
-    assert found.num_blocks == 49152 // (tokens * (16 + 4))
+    assert exact.state.num_blocks == 49152 // (tokens * 16 * 4)
+    assert found.state.num_blocks == 49152 // (tokens * (16 + 4))

@@ -142,7 +142,7 @@ def test_the_same_bytes_hold_more_blocks(format: str) -> None:
             max_step_tokens=64,
             cache_bytes=1 << 18,
             kv_cache_dtype=dtype,
-        ).engine.num_blocks  # fmt: skip
+        ).engine.state.num_blocks  # fmt: skip
         for dtype in ("auto", format)
     )
     assert narrow == (1 << 18) // (2 * 2 * 2 * 8 * (64 + 4)) and exact == (1 << 18) // (2 * 2 * 2 * 8 * 128)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tridecode.backend.engine.device.loader import _AHEAD, _THREADS, Uploader
+from tridecode.backend.engine.device.file_weights import _AHEAD, _THREADS, Uploader
 
 
 class HostUploader(Uploader):

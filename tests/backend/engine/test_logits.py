@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers_before_temperature_and_penalties(make)
 def test_logits_come_once_also_after_a_preemption() -> None:
     model = gpt2()
     prompts = prompts_of([9, 12, 7, 10], model.config.vocab_size)
-    blocks = 8 * offline_engine(model).engine._block_bytes()
+    blocks = 8 * offline_engine(model).engine.state.block_bytes()
     offline = offline_engine(model, keep_logits=False, cache_bytes=blocks)
     params = SamplingParams(
         max_tokens=20,

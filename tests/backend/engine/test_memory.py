@@ -18,7 +18,7 @@ from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device import memory
-from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.memory import RankMemory, _Place, plan_rank, plan_ranks
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.offline import OfflineEngine
@@ -54,9 +54,9 @@ def loaded(directory: Path, config: EngineConfig, place: _Place) -> tuple[int, i
     gc.collect()
     before = storages()
     model = read_model_config(directory)
-    engine = Engine.load(directory, model, config, place, CPU)
+    engine = load_engine(directory, model, config, place, CPU)
     gc.collect()
-    return sum(size for at, size in storages().items() if at not in before), engine.num_blocks
+    return sum(size for at, size in storages().items() if at not in before), engine.state.num_blocks
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +217,8 @@ def test_adapters_take_at_most_what_is_planned(tmp_path, family):
     planned = plan_rank(model_config, resolve(config, model_config, CPU), 0, 0, "cpu").adapters
     offline.submit([1, 2, 3], SamplingParams(max_tokens=1), "all")
     offline.run()
-    assert offline.engine.adapters is not None
-    (table,) = offline.engine.adapters._tables.values()
+    assert offline.engine.state.adapters is not None
+    (table,) = offline.engine.state.adapters._tables.values()
     taken = sum(tensor.nbytes for pair in table.values() for tensor in pair)
     assert 3 * taken <= planned
     assert (3 * taken == planned) == (family == "llama")

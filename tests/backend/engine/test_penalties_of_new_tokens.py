@@ -39,7 +39,7 @@ def test_only_new_tokens_are_penalised() -> None:
         return_log_probs=True,
     )
     block = offline_engine(model)
-    blocks = offline_engine(model, cache_bytes=12 * block.engine._block_bytes())
+    blocks = offline_engine(model, cache_bytes=12 * block.engine.state.block_bytes())
     done = blocks.generate([prompt, prompt, prompt], params)
     assert blocks.scheduler.counters.preemptions > 0  # the counts are made again from the output
     for generation in done:

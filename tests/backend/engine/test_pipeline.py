@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backend.engine import thread_ranks
 from tests.backend.engine.loop_front import run_loop
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
@@ -40,7 +41,7 @@ class Stages:
         self.late = 0
 
     def watch(self, engine: Engine) -> None:
-        forward, own = engine.model.forward, [0]
+        forward, own = engine.state.model.forward, [0]
 
         def watched(*arguments) -> None:
             own[0] += 1
@@ -52,21 +53,21 @@ class Stages:
                     self.late += 1
             forward(*arguments)
 
-        engine.model.forward = watched  # type: ignore[method-assign]
+        engine.state.model.forward = watched  # type: ignore[method-assign]
 
 
 def test_the_first_stage_has_begun_the_next_step_before_the_last_begins_this_one(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams, one step in each stage, until the last steps: nothing comes after them."""
-    stages, load = Stages(), Engine.load.__func__  # type: ignore[attr-defined]
+    stages, load = Stages(), thread_ranks.load_engine
 
-    def watched(cls, *arguments) -> Engine:
-        engine = load(cls, *arguments)
+    def watched(*arguments) -> Engine:
+        engine = load(*arguments)
         stages.watch(engine)
         return engine
 
-    monkeypatch.setattr(Engine, "load", classmethod(watched))
+    monkeypatch.setattr(thread_ranks, "load_engine", watched)
 
     def use(offline: OfflineEngine) -> int:
         offline.submit([1, 2, 3], SamplingParams(max_tokens=NEW))
@@ -102,7 +103,7 @@ def test_answers_do_not_depend_on_the_number_of_stages(
     prompts = prompts_of([9, 3, 17, 5, 6, 20, 30, 4], vocab)
 
     def use(offline: OfflineEngine) -> tuple[list, int]:
-        assert offline.engine.num_blocks == blocks
+        assert offline.engine.state.num_blocks == blocks
         numbers = [offline.submit(prompt, params) for prompt, params in zip(prompts, EVERY)]
         offline.run()
         done = [offline.generations[number] for number in numbers]
@@ -129,7 +130,7 @@ def test_answers_do_not_depend_on_the_number_of_stages(
 
 
 def _block_bytes(directory: Path, stages: int) -> int:
-    return on_ranks(directory, 1, stages, lambda offline: offline.engine._block_bytes())[0]
+    return on_ranks(directory, 1, stages, lambda offline: offline.engine.state.block_bytes())[0]
 
 
 def test_the_loop_ends_with_steps_in_flight(directory: Path) -> None:

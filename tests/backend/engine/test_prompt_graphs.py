@@ -108,4 +108,4 @@ def test_padded_steps_give_the_tokens_of_transformers(make, monkeypatch: pytest.
     answers = offline.generate(prompts, SamplingParams(max_tokens=6))
     assert [answer.tokens for answer in answers] == [hf_greedy(model, one, 6)[0] for one in prompts]
     assert any(shape.decodes for shape in used) and len(set(used)) > 1
-    assert np.isfinite(engine.work.hidden.float().numpy()).all()
+    assert np.isfinite(engine.state.work.hidden.float().numpy()).all()

@@ -73,7 +73,7 @@ def test_one_batch_of_every_kind_gives_what_transformers_gives(family: str) -> N
         agree(offline.generations[number], wanted)
     ask(offline, [1])
     offline.run()
-    assert offline.engine.prompts.numbers == []  # the next plan drops what has ended
+    assert offline.engine.state.prompts.numbers == []  # the next plan drops what has ended
 
 
 def test_virtual_tokens_are_rows_of_a_longer_embedding() -> None:
@@ -95,7 +95,7 @@ def test_virtual_tokens_are_rows_of_a_longer_embedding() -> None:
 def test_a_preempted_sequence_is_computed_again_from_its_table(family: str) -> None:
     model = FAMILIES[family]()
     offline = offline_engine(model)
-    block = offline.engine._block_bytes() // 2
+    block = offline.engine.state.block_bytes() // 2
     offline = offline_engine(model, cache_bytes=12 * block, block_tokens=4)
     asked = mixed_batch(offline, model)
     offline.run()
@@ -157,7 +157,7 @@ def test_beams_and_samples_of_a_table_equal_those_of_the_tokens_it_stands_for(fa
     """Rows that are embeddings of tokens, and transformers' own keys and values of these tokens, in a cache
     where groups are preempted."""
     model = FAMILIES[family]()
-    block = offline_engine(model).engine._block_bytes() // 2
+    block = offline_engine(model).engine.state.block_bytes() // 2
     size = {"cache_bytes": 26 * block, "block_tokens": 4, "max_sequences": 12, "keep_logits": False}
     offline, vocab = offline_engine(model, **size), model.config.vocab_size
     ids = prompts_of([17], vocab, seed=6)[0]
@@ -199,7 +199,7 @@ def test_values_that_overflow_end_one_request_alone() -> None:
     """A table of huge values makes an fp16 model compute infinities; the next request on the same blocks of
     the cache does not read them."""
     model = FAMILIES["gpt2"]()
-    block = offline_engine(model, data_type="fp16").engine._block_bytes()
+    block = offline_engine(model, data_type="fp16").engine.state.block_bytes()
     offline = offline_engine(model, data_type="fp16", cache_bytes=5 * block)
     vocab = model.config.vocab_size
     plain = prompts_of([2], vocab)[0]
@@ -209,10 +209,10 @@ def test_values_that_overflow_end_one_request_alone() -> None:
     ask(offline, [*range(vocab, vocab + 4), 1, 2, 3], soft(huge))
     with pytest.raises(TridecodeError, match="logits are not numbers"):
         offline.run()
-    assert not all(cache.blocks.isfinite().all() for cache in offline.engine.caches)
+    assert not all(cache.blocks.isfinite().all() for cache in offline.engine.state.caches)
     again = ask(offline, plain)
     offline.run()
-    assert all(cache.blocks.isfinite().all() for cache in offline.engine.caches)
+    assert all(cache.blocks.isfinite().all() for cache in offline.engine.state.caches)
     assert offline.generations[again].tokens == offline.generations[first].tokens
     assert np.array_equal(offline.generations[again].logits, offline.generations[first].logits)
 

@@ -119,7 +119,7 @@ def test_the_same_request_gives_the_same_tokens_alone_in_company_and_after_preem
         for seed in (1, 2**64 - 1, 2**40 + 5, 0)
     ]
     alone = [offline_engine(model).generate([p], q)[0].tokens for p, q in zip(prompts, params)]
-    small = 8 * offline_engine(model).engine._block_bytes()
+    small = 8 * offline_engine(model).engine.state.block_bytes()
     offline = offline_engine(model, cache_bytes=small)
     numbers = []
     for prompt, param in zip(prompts, params):

@@ -24,6 +24,7 @@ from tests.waiting import wait_until
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.memory import check_background
 from tridecode.backend.engine.device.parts.shadow import ShadowScorer
 from tridecode.backend.engine.device.resolved_settings import resolve
@@ -74,7 +75,7 @@ def checkpoint(request, tmp_path_factory) -> Checkpoint:
 def load(directory: Path, **settings: Any) -> Engine:
     model = read_model_config(directory)
     config = resolve(EngineConfig(**{**SETTINGS, **settings}), model, CPU)
-    return Engine.load(directory, model, config, SingleRank(), CPU)
+    return load_engine(directory, model, config, SingleRank(), CPU)
 
 
 def scorer_of(engine: Engine) -> ShadowScorer:
@@ -138,7 +139,7 @@ def test_divergence_and_agreement_are_those_of_transformers(checkpoint: Checkpoi
 def test_a_rounded_cache_is_compared_over_the_same_weights(checkpoint: Checkpoint, format: str) -> None:
     """Values near the middle of two steps may be stored as the other one: near transformers, not equal."""
     engine = load(checkpoint.dense, kv_cache_dtype=format)
-    assert scorer_of(engine).reference is engine.model
+    assert scorer_of(engine).reference is engine.state.model
     found, wanted = [], []
     for job in jobs(engine.model_config.vocab_size):
         score(engine, job)

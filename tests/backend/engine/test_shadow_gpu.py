@@ -13,7 +13,7 @@ from tests.backend.engine.test_shadow import compared, jobs, logits_of, score
 from tests.checkpoints import FAMILIES, save
 from tests.quantized import rounded_model
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.models import read_model_config
@@ -64,7 +64,7 @@ def test_divergence_is_that_of_transformers(dtype: str, how: str, tmp_path: Path
     )
     directory = tmp_path / ("int4" if how == "directory" else "dense")
     shape = read_model_config(directory)
-    engine = Engine.load(directory, shape, resolve(config, shape, device), SingleRank(), device)
+    engine = load_engine(directory, shape, resolve(config, shape, device), SingleRank(), device)
     found, wanted, agreeing, targets = 0.0, 0.0, 0, 0
     for job in jobs(shape.vocab_size):
         score(engine, job)

@@ -9,8 +9,9 @@ import textwrap
 
 import pytest
 
-from tridecode.backend.engine.device.engine import Engine, Pending
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.parts.table import RUNS
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.parts.table import PARTS
 from tridecode.backend.engine.ranks.agreement import StepDigest
 from tridecode.backend.engine.schedule.scheduler import Scheduler

@@ -88,7 +88,7 @@ def test_preempted_sequences_report_each_token_once() -> None:
     model = llama()
     prompts = prompts_of([9, 12, 7, 10], model.config.vocab_size)
     offline = offline_engine(model)
-    block = offline.engine._block_bytes()
+    block = offline.engine.state.block_bytes()
     offline = offline_engine(model, cache_bytes=8 * block)
     done = offline.generate(prompts, SamplingParams(max_tokens=20, top_log_probs=1))
     assert offline.scheduler.counters.preemptions > 0

@@ -93,10 +93,10 @@ def test_every_kind_of_row_gets_the_answer_of_one_rank(
 def test_a_rank_holds_and_computes_its_share_alone(converted: dict[str, tuple]) -> None:
     """203 ids on 4 ranks: ceil(203 / 4) = 51, so 56 of 16-bit loads; the last rank has 35 of them."""
     _, engines = on_ranks(converted["llama"][1], 4, 1, lambda offline: None)
-    shares = [engine.vocab for engine in engines]
+    shares = [engine.state.vocab for engine in engines]
     assert [(share.first, share.stop) for share in shares] == [(0, 56), (56, 112), (112, 168), (168, 203)]
     for engine in engines:
-        assert engine.model.embedding.shape[0] == engine.model.head.weight.shape[0] == 56
-        assert engine.work.logits.shape[1] == engine.state.counts.shape[1] == 56
-        padding = engine.model.embedding[engine.vocab.count :]
+        assert engine.state.model.embedding.shape[0] == engine.state.model.head.weight.shape[0] == 56
+        assert engine.state.work.logits.shape[1] == engine.state.sampling.counts.shape[1] == 56
+        padding = engine.state.model.embedding[engine.state.vocab.count :]
         assert not padding.any()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import Generation, OfflineEngine
@@ -205,7 +206,7 @@ def on_ranks(
     def run(rank: int) -> None:
         try:
             ranks = ThreadRanks(meeting, rank, pipelined, fuses)
-            engines[rank] = Engine.load(directory, model, resolve(config, model, cpu), ranks, cpu)
+            engines[rank] = load_engine(directory, model, resolve(config, model, cpu), ranks, cpu)
             if rank > 0:
                 follow(engines[rank], RankStatus())
         except BaseException as error:  # told to the test's own thread

@@ -72,7 +72,7 @@ def test_heads_that_ranks_share_and_an_mlp_that_is_padded(folder, kind, tensor, 
     tokens, engines = generate_on_ranks(directory, tensor, 1, prompts, NEW_TOKENS)
     assert tokens == wanted
     for engine in engines:  # a rank's cache holds its own key/value heads and no others
-        assert {cache.blocks.shape[2] for cache in engine.caches} == {max(kv_heads // tensor, 1)}
+        assert {cache.blocks.shape[2] for cache in engine.state.caches} == {max(kv_heads // tensor, 1)}
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_families_with_fewer_kv_heads_than_ranks(folder, family, settings, tenso
     directory, prompts, wanted = prepared(folder, family, **settings)
     tokens, engines = generate_on_ranks(directory, tensor, 1, prompts, NEW_TOKENS)
     assert tokens == wanted
-    assert {cache.blocks.shape[2] for engine in engines for cache in engine.caches} == {1}
+    assert {cache.blocks.shape[2] for engine in engines for cache in engine.state.caches} == {1}

@@ -66,10 +66,12 @@ def test_caches_weights_and_blocks_have_the_sizes_of_each_layer(family: str, tmp
     engine = OfflineEngine.load(directory, SMALL).engine
     kv_heads = pruned.kv_heads
     size = engine.model_config.head_size
-    assert [cache.blocks.shape[1:] for cache in engine.caches] == [(2, count, 8, size) for count in kv_heads]
-    assert engine._block_bytes() == sum(kv_heads) * 2 * 8 * size * 4
-    assert [heads.num_heads for heads in engine.model.heads] == list(map(len, pruned.kept_heads))
-    assert [layer.down.weight.shape[1] for layer in engine.model.layers] == pruned.inner
+    assert [cache.blocks.shape[1:] for cache in engine.state.caches] == [
+        (2, count, 8, size) for count in kv_heads
+    ]
+    assert engine.state.block_bytes() == sum(kv_heads) * 2 * 8 * size * 4
+    assert [heads.num_heads for heads in engine.state.model.heads] == list(map(len, pruned.kept_heads))
+    assert [layer.down.weight.shape[1] for layer in engine.state.model.layers] == pruned.inner
     written = sum(path.stat().st_size for path in directory.glob("model.layers.*.bin"))
     left = sum(tensor.numel() for name, tensor in pruned.state.items() if re.search(r"\.\d+\.", name))
     assert written == 4 * left

@@ -78,7 +78,7 @@ def test_packed_weights_in_16_bits_are_as_near_as_transformers_own_run(
         device="cuda", data_type=dtype, max_sequences=4, max_sequence_tokens=64, cache_bytes=64 << 20
     )
     offline = OfflineEngine.load(tmp_path / "w", config, keep_logits=True)
-    weight = offline.engine.model.layers[0].qkv.weight  # int8 stays in rows on Hopper
+    weight = offline.engine.state.model.layers[0].qkv.weight  # int8 stays in rows on Hopper
     assert isinstance(weight, QuantizedWeight if _takes_two_parts(format) else PackedWeight)
     done = offline.generate(PROMPTS, SamplingParams(max_tokens=2))
     error = np.abs(np.stack([each.logits[0] for each in done]) - first_logits(rounded, PROMPTS))
@@ -102,7 +102,7 @@ def test_gptq_in_act_order_stays_in_4_bit(dtype: str, group: int, tmp_path: Path
         device="cuda", data_type=dtype, max_sequences=4, max_sequence_tokens=64, cache_bytes=64 << 20
     )
     offline = OfflineEngine.load(tmp_path / "w", config, keep_logits=True)
-    layer = offline.engine.model.layers[0]
+    layer = offline.engine.state.model.layers[0]
     for linear in (layer.qkv, layer.dense, layer.up, layer.down):
         assert isinstance(linear.weight, PackedWeight) and linear.weight.order is not None
     done = offline.generate(PROMPTS, SamplingParams(max_tokens=3))

@@ -128,7 +128,7 @@ def load(weights: Path, ranks: int) -> dict[str, float]:
     """Read every shard of one rank and drop it, as an engine with a GPU does."""
     import torch
 
-    from tridecode.backend.engine.device.loader import FileWeights
+    from tridecode.backend.engine.device.file_weights import FileWeights
     from tridecode.backend.models import read_model_config
     from tridecode.backend.weights.reader import WeightReader
     from tridecode.kernels import select

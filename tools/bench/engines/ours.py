@@ -15,10 +15,11 @@ import torch
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.engine.device.engine import Engine, Ranks
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.loop import follow
-from tridecode.backend.engine.ranks.parallel import ProcessRanks, SingleRank
+from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks, SingleRank
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
@@ -95,7 +96,7 @@ def _load(job: Job, rank: int, meeting: str) -> Engine:
     ranks: Ranks = SingleRank()
     if _world(job) > 1:
         ranks = ProcessRanks(rank, job.tensor_para_size, job.pipeline_para_size, meeting, device)
-    return Engine.load(directory, model, resolve(config, model, device), ranks, device)
+    return load_engine(directory, model, resolve(config, model, device), ranks, device)
 
 
 @contextmanager

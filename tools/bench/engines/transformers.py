@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.bench.engines import BenchEngine

@@ -12,13 +12,13 @@ from tridecode.kernels.ops import Ops
 
 class AdaptersRun(PartRun[AdapterRows]):
     def before(self) -> None:
-        if self.engine.adapters is not None:
-            self.engine.adapters.drop(self.part.dropped)
+        if self.state.adapters is not None:
+            self.state.adapters.drop(self.part.dropped)
 
     def ops(self, ops: Ops) -> Ops:
-        numbers, store = self.part.numbers, self.engine.adapters
+        numbers, store = self.part.numbers, self.state.adapters
         if numbers is None:
             return ops
         assert store is not None
         tables = {number: store.table(number) for number in set(numbers[numbers >= 0].tolist())}
-        return cast(Ops, AdaptedOps(ops, numbers, self.plan.query_starts, tables, self.engine.device))
+        return cast(Ops, AdaptedOps(ops, numbers, self.plan.query_starts, tables, self.state.device))

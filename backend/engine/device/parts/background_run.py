@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Union
+from typing import Callable, Union
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.weights import Weights
-
-if TYPE_CHECKING:
-    from tridecode.backend.engine.device.engine import Engine
 
 #: opens the unrounded weights of another model of the served shape, in a directory; None: in the served one
 OpenWeights = Callable[[Union[Path, None], ModelConfig], AbstractContextManager[Weights]]
@@ -25,7 +23,7 @@ class BackgroundRun:
 
     buffers: StepBuffers
 
-    def __init__(self, engine: Engine, open_weights: OpenWeights):
+    def __init__(self, state: DeviceState, open_weights: OpenWeights):
         """Allocate the buffers and load what the feature needs."""
         raise NotImplementedError
 

@@ -18,17 +18,17 @@ from tridecode.backend.engine.step.results import to_all
 class BeamsRun(PartRun[BeamRows]):
     def after_sampling(self, tokens: Tensor) -> None:
         """Sampling has left the logits of these rows as they were."""
-        engine, beams = self.engine, self.part
-        shape = (len(beams.rows), min(beams.width, engine.model_config.vocab_size))
-        ids = torch.zeros(shape, dtype=torch.int32, device=engine.device)
-        log_probs = torch.zeros(shape, dtype=torch.float32, device=engine.device)
-        if engine.is_last_stage:
-            choose = engine.ops.candidates
-            if engine.vocab is not None:
-                choose = partial(beam_candidates, vocab=engine.vocab, ranks=engine.ranks)
-            rows = beam_slots(engine.state, beams, engine.first_id)
-            choose(engine.work.logits, *rows, ids=ids, log_probs=log_probs)
-        self._found = to_all(engine.ranks, ids), to_all(engine.ranks, log_probs)
+        state, beams = self.state, self.part
+        shape = (len(beams.rows), min(beams.width, state.model_config.vocab_size))
+        ids = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        log_probs = torch.zeros(shape, dtype=torch.float32, device=state.device)
+        if state.is_last_stage:
+            choose = state.ops.candidates
+            if state.vocab is not None:
+                choose = partial(beam_candidates, vocab=state.vocab, ranks=state.ranks)
+            rows = beam_slots(state.sampling, beams, state.first_id)
+            choose(state.work.logits, *rows, ids=ids, log_probs=log_probs)
+        self._found = to_all(state.ranks, ids), to_all(state.ranks, log_probs)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         return self._found[0].numpy(), self._found[1].numpy()

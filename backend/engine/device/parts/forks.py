@@ -11,11 +11,11 @@ from tridecode.backend.engine.parts.forks import Forks
 
 class ForksRun(PartRun[Forks]):
     def before(self) -> None:
-        engine = self.engine
+        state = self.state
         if self.part.blocks:
-            sources, destinations = torch.tensor(self.part.blocks, device=engine.device).unbind(1)
-            for cache in engine.caches:
+            sources, destinations = torch.tensor(self.part.blocks, device=state.device).unbind(1)
+            for cache in state.caches:
                 for tensor in cache.tensors:
                     tensor[destinations] = tensor[sources]
         if self.part.slots:
-            copy_slots(engine.state, *zip(*self.part.slots))
+            copy_slots(state.sampling, *zip(*self.part.slots))

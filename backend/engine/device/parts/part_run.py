@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.models.context import Context
 from tridecode.kernels.ops import Ops
-
-if TYPE_CHECKING:
-    from tridecode.backend.engine.device.engine import Engine
 
 P = TypeVar("P", bound=StepPart)
 
@@ -24,8 +22,8 @@ class PartRun(Generic[P]):
     A step that runs as a CUDA graph (StepPart.captures) skips `ops`, `after_forward` and `after_logits`.
     """
 
-    def __init__(self, engine: Engine, plan: StepPlan, part: P):
-        self.engine, self.plan, self.part = engine, plan, part
+    def __init__(self, state: DeviceState, plan: StepPlan, part: P):
+        self.state, self.plan, self.part = state, plan, part
 
     def before(self) -> None:
         """Before the forward and before the slots of the step start."""

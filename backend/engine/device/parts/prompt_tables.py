@@ -9,7 +9,7 @@ from tridecode.kernels.ops import Ops
 
 class PromptTablesRun(PartRun[PromptTables]):
     def before(self) -> None:
-        self.engine.prompts.prepare(self.part.tables, self.engine.caches)
+        self.state.prompts.prepare(self.part.tables, self.state.caches)
 
     def ops(self, ops: Ops) -> Ops:
-        return self.engine.prompts.ops(ops, self.part.tables.virtual)
+        return self.state.prompts.ops(ops, self.part.tables.virtual)

@@ -28,15 +28,15 @@ class LogitsRun(PartRun[ReturnedLogits]):
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """Compute the logits of the prompts' rows."""
-        engine = self.engine
-        size = engine.model_config.vocab_size
-        self._rows = prompt_logits(engine.model, context, x, self.plan, engine.ranks, self.part.rows, size)
+        state = self.state
+        size = state.model_config.vocab_size
+        self._rows = prompt_logits(state.model, context, x, self.plan, state.ranks, self.part.rows, size)
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
-        engine, wanted = self.engine, self.part.samples
+        state, wanted = self.state, self.part.samples
         if wanted:
-            size = engine.model_config.vocab_size
-            self._samples = sample_logits(logits, wanted, engine.ranks, engine.vocab, size, like)
+            size = state.model_config.vocab_size
+            self._samples = sample_logits(logits, wanted, state.ranks, state.vocab, size, like)
 
     def result(self) -> FoundLogits:
         samples = None if self._samples is None else self._samples.numpy()

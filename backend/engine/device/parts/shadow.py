@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
 from tridecode.backend.engine.parts.shadow import Job, ShadowRuns, needs_second_weights
 from tridecode.backend.engine.step.plan import StepPlan
@@ -29,9 +29,6 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.models.context import Context, Workspace
 from tridecode.backend.models.decoder import Decoder
 from tridecode.kernels.operands import Batch, CacheLayer
-
-if TYPE_CHECKING:
-    from tridecode.backend.engine.device.engine import Engine
 
 _HEAD_ROWS = 16  # positions whose logits are held at once
 _LOGITS_DTYPE = torch.float64  # of the comparison
@@ -43,27 +40,27 @@ class ShadowScorer(BackgroundRun):
     """Holds the reference and the buffers of one chunk. The reference shares the served weights where they
     are not rounded; then only its cache differs."""
 
-    def __init__(self, engine: Engine, open_weights: OpenWeights):
-        config, device, model = engine.config, engine.device, engine.model_config
+    def __init__(self, state: DeviceState, open_weights: OpenWeights):
+        config, device, model = state.config, state.device, state.model_config
         assert config.max_sequence_tokens is not None and config.shadow_slice_tokens is not None
         self.longest, self.slice_tokens = config.max_sequence_tokens, config.shadow_slice_tokens
         self.block_tokens, blocks = config.block_tokens, -(-self.longest // config.block_tokens)
         self._model_config, self._config = model, config
-        self._ops, self._ranks, self._device = engine.ops, engine.ranks, device
-        self.served = self.reference = engine.model
+        self._ops, self._ranks, self._device = state.ops, state.ranks, device
+        self.served = self.reference = state.model
         if needs_second_weights(model, config):
             directory = None if config.shadow_weights == "none" else Path(config.shadow_weights)
             reference = replace(model, quantization=None)
             with open_weights(directory, reference) as weights:
                 self.reference = models.family(model.family).model(
-                    reference, weights, engine.ranks, self.longest
+                    reference, weights, state.ranks, self.longest
                 )
-        self._work = Workspace.allocate(model, self.slice_tokens, _HEAD_ROWS, 1, engine.dtype, device)
+        self._work = Workspace.allocate(model, self.slice_tokens, _HEAD_ROWS, 1, state.dtype, device)
         self._served_rows = torch.zeros_like(self._work.hidden)
         shape = (3, _HEAD_ROWS, model.vocab_size)
         self._wide = torch.zeros(shape, dtype=_LOGITS_DTYPE, device=device)  # two distributions and scratch
         self.buffers = StepBuffers(self.slice_tokens, 1, blocks, device)
-        self._caches = engine.allocate_cache(blocks), engine.allocate_cache(blocks, dtype=engine.dtype)
+        self._caches = state.allocate_cache(blocks), state.allocate_cache(blocks, dtype=state.dtype)
 
     @classmethod
     def check(cls, model: ModelConfig, config: EngineConfig) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.adapters import AdaptersRun
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
@@ -27,9 +28,6 @@ from tridecode.backend.engine.parts.shadow import ShadowRuns
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.step.plan import StepPlan
 
-if TYPE_CHECKING:
-    from tridecode.backend.engine.device.engine import Engine
-
 RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     PromptTables: PromptTablesRun,
     AdapterRows: AdaptersRun,
@@ -42,9 +40,9 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
 BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}
 
 
-def part_runs(engine: Engine, plan: StepPlan) -> list[PartRun[Any]]:
-    """The device side of the parts of a plan, for one step."""
-    return [RUNS[type(part)](engine, plan, part) for part in plan.parts]
+def part_runs(state: DeviceState, plan: StepPlan) -> list[PartRun[Any]]:
+    """Return the device side of the parts of a plan, for one step."""
+    return [RUNS[type(part)](state, plan, part) for part in plan.parts]
 
 
 def background_kinds(config: EngineConfig) -> dict[type[Background], type[BackgroundRun]]:

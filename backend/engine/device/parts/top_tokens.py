@@ -6,35 +6,31 @@ temperature, penalties and bad words, as vLLM reports them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.ranks import vocab_logits
-from tridecode.backend.engine.ranks.parallel import ProcessRanks, SingleRank
+from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import to_first
 from tridecode.backend.wire.messages import TopLogProbs
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
-
-if TYPE_CHECKING:
-    from tridecode.backend.engine.device.engine import Engine
 
 
 class TopTokensRun(PartRun[TopTokens]):
     _raw: Tensor | None = None  # (W, V) log probabilities of the rows that want them
     _found: tuple[Tensor, Tensor] | None = None  # (W, 1 + most) int32 ids and float32 values, on the host
 
-    def __init__(self, engine: Engine, plan: StepPlan, part: TopTokens):
-        super().__init__(engine, plan, part)
+    def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
+        super().__init__(state, plan, part)
         counts = part.counts[plan.samples > 0]
         self._rows = np.flatnonzero(counts >= 0)  # indices of samples
         self._counts, self._num_samples = counts[self._rows], len(counts)
-        self._most = min(int(self._counts.max(initial=0)), engine.model_config.vocab_size)
+        self._most = min(int(self._counts.max(initial=0)), state.model_config.vocab_size)
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
         if not len(self._rows):
@@ -42,25 +38,25 @@ class TopTokensRun(PartRun[TopTokens]):
         self._indices = _on_device(torch.from_numpy(self._rows), like.device)
         if logits is None:
             return
-        if self.engine.vocab is None:
+        if self.state.vocab is None:
             self._raw = raw_log_probs(logits, self._indices)
         else:
-            self._raw = vocab_logits.raw_log_probs(logits, self._indices, self.engine.ranks)
+            self._raw = vocab_logits.raw_log_probs(logits, self._indices, self.state.ranks)
 
     def after_sampling(self, tokens: Tensor) -> None:
         """Collective: the last stage's results go to rank 0."""
         if not len(self._rows):
             return
-        ids, values, engine = None, None, self.engine
+        ids, values, state = None, None, self.state
         if self._raw is not None:
             chosen = tokens[self._indices].clamp(min=0)
-            if engine.vocab is None:
+            if state.vocab is None:
                 ids, values = best_tokens(self._raw, chosen, self._most)
             else:
                 ids, values = vocab_logits.best_tokens(
-                    self._raw, chosen, self._most, engine.vocab, engine.ranks
+                    self._raw, chosen, self._most, state.vocab, state.ranks
                 )
-        place = (len(self._rows), 1 + self._most), engine.ranks, tokens.device
+        place = (len(self._rows), 1 + self._most), state.ranks, tokens.device
         self._found = _to_first(ids, torch.int32, *place), _to_first(values, torch.float32, *place)
 
     def result(self) -> list[TopLogProbs | None]:
@@ -82,7 +78,7 @@ def _to_first(
     x: Tensor | None,
     dtype: torch.dtype,
     shape: tuple[int, int],
-    ranks: SingleRank | ProcessRanks,
+    ranks: Ranks,
     device: torch.device,
 ) -> Tensor:
     return to_first(ranks, None if x is None else x.to(dtype), shape, dtype, device)

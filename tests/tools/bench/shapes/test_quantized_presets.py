@@ -24,7 +24,7 @@ def test_a_preset_runs_quantised(name: str):
 def test_the_matrices_of_layers_are_what_is_rounded():
     job = make_job("toy", None, "fp32", quantization="w8a8-int8", **SMALL)
     with open_engine(job) as engine:
-        layer = engine.model.layers[0]
+        layer = engine.state.model.layers[0]
         for linear in (layer.qkv, layer.dense, layer.up, layer.down):
             assert isinstance(linear.weight, QuantizedWeight)
             assert (linear.weight.format, linear.weight.activations) == ("int8", "int8")

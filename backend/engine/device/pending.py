@@ -1,0 +1,51 @@
+"""A step that the device works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.ranks.exchange import waiting
+from tridecode.backend.engine.ranks.parallel import GPU, Posted, Ranks
+from tridecode.backend.engine.step.plan import StepResult
+
+
+@dataclass
+class Pending:
+    """A launched step. `wait` returns its result once the device has it.
+
+    check: raises if the device could not compute the step.
+    """
+
+    ranks: Ranks
+    tokens: Tensor
+    log_probs: Tensor
+    parts: list[PartRun[Any]]
+    ready: torch.cuda.Event | None = None
+    on_result: Callable[[StepResult], None] | None = None
+    posted: list[Posted] = field(default_factory=list)
+    check: Callable[[], None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether `wait` returns at once."""
+        return self.ready is None or self.ready.query()
+
+    def wait(self) -> StepResult:
+        for transfer in self.posted:
+            transfer.wait()
+        if self.ready is not None:
+            with waiting(self.ranks, GPU):
+                self.ready.synchronize()
+        if self.check is not None:
+            self.check()
+        result = StepResult(self.tokens.numpy().copy(), self.log_probs.numpy().copy())
+        if self.parts:
+            result.parts = [part.result() for part in self.parts]
+        if self.on_result is not None:
+            self.on_result(result)
+        return result

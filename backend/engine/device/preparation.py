@@ -1,0 +1,133 @@
+"""Builds an engine and prepares it for its first step: warm-up, allocation of the cache, CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Callable
+
+import torch
+
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.cache_size import choose_num_blocks
+from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.parts.background_run import OpenWeights
+from tridecode.backend.engine.ranks.parallel import Ranks
+from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
+from tridecode.backend.engine.step.step_buffers import StepShape
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
+from tridecode.kernels.operands import Batch
+from tridecode.kernels.ops import Ops
+
+log = logging.getLogger("tridecode.engine")
+
+Progress = Callable[[str], None]
+
+
+def build_engine(
+    model: ModelConfig,
+    config: EngineConfig,
+    weights: Weights,
+    ops: Ops,
+    ranks: Ranks,
+    device: torch.device,
+    open_weights: OpenWeights | None = None,
+    phase: Progress = lambda what: None,
+) -> Engine:
+    """Return an engine that is ready for its first step. Collective.
+
+    config: resolved. open_weights: see Engine. phase: called with the name of each phase as it begins.
+    """
+    engine = Engine(DeviceState(model, config, weights, ops, ranks, device), open_weights)
+    prepare(engine, phase)
+    return engine
+
+
+def prepare(engine: Engine, phase: Progress) -> None:
+    """Run the phases between loading and the first step, which all ranks begin together: the wait for the
+    others at each has a limit and a diagnosis, which the exchanges within have not."""
+    state, ranks = engine.state, engine.ranks
+
+    def begin(what: str) -> None:
+        ranks.barrier(f"the start of {what}")
+        phase(what)
+
+    if engine.is_asynchronous:
+        begin("the warm-up")
+        _warm_up(engine, phase)
+    begin("the allocation of the cache")
+    state.num_blocks = ranks.smallest(choose_num_blocks(engine.config, state.block_bytes(), engine.device))
+    state.caches = state.allocate_cache(state.num_blocks)
+    if can_capture(engine):
+        begin("the capture of CUDA graphs")
+        _capture(engine, phase)
+    ranks.barrier("the end of the start")
+
+
+def _warm_up(engine: Engine, phase: Progress) -> None:
+    """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of the
+    memory."""
+    state, ranks, longest = engine.state, engine.ranks, engine.config.max_sequence_tokens
+    assert longest is not None
+    state.caches = state.allocate_cache(1)
+    plans = warm_up_plans(state.work.hidden.shape[0], engine.config.slots, longest)
+    for number, plan in enumerate(plans, 1):
+        phase(f"the warm-up, step {number} of {len(plans)}")
+        x = state.work.hidden[: plan.num_tokens]
+        ranks.receive(x)
+        engine.run(engine.buffers.load(plan))
+        ranks.send(x)
+    for run in engine.background:
+        run.warm_up()
+    ranks.barrier("the end of the warm-up")  # all have launched it
+    engine.synchronize()
+    ranks.raise_if_lost()
+
+
+def can_capture(engine: Engine) -> bool:
+    """Return whether steps may run as CUDA graphs; logs why not."""
+    state, ranks = engine.state, engine.ranks
+    if not engine.is_asynchronous or not engine.config.cuda_graphs:
+        return False
+    if ranks.num_stages > 1 and not ranks.is_pipelined:
+        log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
+        return False
+    if not ranks.captures(state.work.hidden[: engine.config.slots]):
+        log.info("no CUDA graphs: the sums over the tensor ranks go through host memory")
+        return False
+    if all(state.ops.captures(heads) for heads in state.model.heads):
+        return True
+    log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
+    return False
+
+
+def _capture(engine: Engine, phase: Progress) -> None:
+    """Capture graphs of decode steps for every padded number of rows, and of small steps with prompts."""
+    state, ranks, config = engine.state, engine.ranks, engine.config
+    buffers, longest = engine.buffers, config.max_sequence_tokens
+    assert longest is not None and config.max_step_tokens is not None
+
+    def load(plan: StepPlan, rows: int) -> Batch:
+        return buffers.load_padded(plan, rows, longest)
+
+    def load_mixed(plan: StepPlan, shape: StepShape) -> Batch:
+        return buffers.load_mixed(plan, shape, longest)
+
+    capture = Capturer(engine.run, phase, engine.synchronize)
+    engine.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
+    if ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
+        return
+    products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in state.model.layers]
+    weights = sum(math.prod(one.weight.shape) for layer in products for one in layer)
+    shapes = [
+        shape
+        for shape in step_shapes(config.slots, tokens_of_graphs(weights, config.max_step_tokens))
+        if ranks.captures(state.work.hidden[: shape.decodes + shape.tokens])
+    ]
+    only_fresh = config.kv_cache_dtype in CACHE_DTYPES
+    engine.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, only_fresh)

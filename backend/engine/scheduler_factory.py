@@ -1,0 +1,62 @@
+"""Makes the scheduler of an engine: limits, adapters and prompt tables follow from what the engine loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.adapters.table import Adapters, Loader, NoLoader
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import spread_tokens
+from tridecode.backend.engine.prompt_tables.book import PromptBook
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.kernels.operands import Heads
+
+
+def limits_of(engine: Engine) -> SchedulerLimits:
+    """Return the limits of an engine's scheduler."""
+    config = engine.config
+    assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
+    return SchedulerLimits(
+        num_blocks=engine.state.num_blocks,
+        block_tokens=config.block_tokens,
+        max_sequences=config.slots,
+        max_sequence_tokens=config.max_sequence_tokens,
+        max_step_tokens=config.max_step_tokens,
+        max_queued_requests=config.max_queued_requests,
+        vocab_size=engine.model_config.vocab_size,
+        request_timeout_s=config.request_timeout_s,
+        max_bad_word_tokens=config.max_bad_word_tokens,
+        max_stop_word_tokens=config.max_stop_word_tokens,
+        max_logits_bytes=config.max_logits_bytes,
+        long_prompt_tokens=engine.model_config.long_prompt_tokens,
+        recompute_long=engine.model_config.recomputes_long,
+        ring_fault=_ring_fault(engine.model_config, engine.state.model.heads),
+        micro_batches=engine.micro_batches,
+        spread_tokens=spread_tokens(engine.model_config, config, engine.device),
+    )
+
+
+def make_scheduler(engine: Engine) -> Scheduler:
+    """Return a scheduler for rank 0 of an engine."""
+    model, config, state = engine.model_config, engine.config, engine.state
+    prompts = PromptBook(state.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
+    return Scheduler(limits_of(engine), time.monotonic, Adapters(_adapter_loader(engine)), prompts)
+
+
+def _adapter_loader(engine: Engine) -> Loader:
+    if engine.state.adapters is not None:
+        return engine.state.adapters
+    if engine.config.batch_invariant and engine.config.lora_path != "none":
+        return NoLoader("this engine is batch_invariant, which adapters are not (config.pbtxt)")
+    return NoLoader()
+
+
+def _ring_fault(config: ModelConfig, heads: Iterable[Heads]) -> str:
+    """Return SchedulerLimits.ring_fault: why attention depends on the order of keys. heads: one per layer."""
+    for layer in heads:
+        if layer.slopes is not None or layer.key_bias is not None:
+            return "this model's attention (ALiBi) depends on the distance of every key"
+    return "this model's attention has a sliding window of its own" if any(config.windows) else ""
