@@ -3,8 +3,8 @@
 //
 // Pointers are device addresses, strides count elements, `stream` is a cudaStream_t. Every function
 // returns 0, or a status whose text tridecode_error() gives (per thread). None of them allocates or
-// synchronises, so that each may be captured in a CUDA graph. Shapes and meanings are those of
-// kernels/ops.py; the Python side has checked them.
+// synchronises, so that each may be captured in a CUDA graph. kernels/ops.py defines shapes and
+// meanings; the Python side has checked them.
 #pragma once
 #include "api/attention.h"
 #include "api/base.h"

@@ -10,9 +10,9 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
-// product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
-// tokens and dtype. With an 8-bit cache key and value of out become what a reader of the cache
-// gets, and head_size is at most 256.
+// GEMM whose epilogue did neither. Reads the task's fields from `cos` to `block_tokens`, out,
+// out_stride, tokens and dtype. With an 8-bit cache, key and value in out are replaced by their
+// dequantised values, and head_size is at most 256.
 int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
 
 typedef struct {
@@ -31,17 +31,18 @@ typedef struct {
   // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of origin_row
   const int* query_starts;  // (num_rows + 1)
   int first_row, origin_row;
-  int max_query;  // the largest number of queries of a row
+  int max_query;  // maximum number of queries of a row
   int tokens;
-  int shared_bytes;  // of a block, at most; 0: what the device has, and its own kernel on sm_90
+  // limit for a block; 0: the device's limit, and the sm_90 kernel where there is one
+  int shared_bytes;
   // decode: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for any batch;
   // counters that are zero before and after each launch, one per row and group of 8 query heads
   void* scratch;
   unsigned int* counters;
   int num_counters;
-  // decode: whether qkv is what a product left that neither rotated nor wrote to the cache. Then
-  // keys and values are written first, as tridecode_rotate_and_cache does; qkv may stay as it is,
-  // or not. The other fields are those of tridecode_gemm_task
+  // decode: whether qkv is the output of a GEMM that neither rotated nor wrote to the cache. Then
+  // keys and values are written first, as by tridecode_rotate_and_cache; qkv may or may not change.
+  // The other fields are those of tridecode_gemm_task
   int unfinished;
   int rotary_size, interleaved;
   const float* cos;
@@ -53,8 +54,8 @@ typedef struct {
 int64_t tridecode_decode_attention_scratch(int head_size);
 int tridecode_decode_attention(const tridecode_attention_task* task, void* stream);
 int tridecode_prefill_attention(const tridecode_attention_task* task, void* stream);
-// Queries of a block where it may have shared_bytes of shared memory and there is no kernel for the
-// device alone; 1: those of the kernel for any head size, which is not tuned.
+// Queries per block for shared_bytes of shared memory, without the kernels for specific devices; 1:
+// the untuned kernel for any head size.
 int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes);
 
 // Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that

@@ -14,10 +14,10 @@ int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
 const char* tridecode_error(void);
 
-// Make `device` current for the calling thread. Programmatic dependent launch is used where
-// `dependent_launch` is set and the device has it (compute capability 9.0). `properties` receives
-// multiprocessors, compute capability * 10, the shared memory of a block in bytes, and whether MPS
-// shares the device among processes: int32[4], host memory.
+// Make `device` current for the calling thread. Programmatic dependent launch is used if
+// `dependent_launch` is set and the device supports it (compute capability 9.0). `properties`
+// receives multiprocessors, compute capability * 10, the shared memory limit of a block in bytes,
+// and whether MPS shares the device among processes: int32[4], host memory.
 int tridecode_initialize(int device, int dependent_launch, int* properties);
 
 // dtype: 0 float32, 1 float16, 2 bfloat16, everywhere.

@@ -7,10 +7,11 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-// Products of 1 to 4 tokens in one launch on compute capability 9.0, each of the result of the one
-// before it (x is its out), the first of what the kernel before this one has written: see
+// GEMMs of 1 to 4 tokens in one launch on compute capability 9.0; each reads the result of the one
+// before it (x is its out), the first the output of the previous kernel: see
 // product_chain_sm90a.cu. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
-// outputs of 16, of SwiGLU 32. The fields of a step are those of tridecode_gemm_task.
+// outputs a multiple of 16, with SwiGLU of 32. The fields of a step are those of
+// tridecode_gemm_task.
 typedef struct {
   void* out;
   const void* x;
@@ -28,14 +29,14 @@ typedef struct {
   const void* steps;  // host memory: num_steps of tridecode_chain_step, 1 to 4
   int num_steps, tokens, dtype;
   int operand;  // a tridecode_operand, except kOperandFp8Blocks; int4 in groups of 128 inputs
-  // for results that later products read: 256 bytes and 4 for each result but those of the last
-  // product; zeros before the first launch, of this function alone
+  // for results that later GEMMs read: 256 bytes, plus 4 for each result except those of the last
+  // GEMM; zeros before the first launch; used by this function only
   void* exchange;
   int64_t exchange_bytes;
 } tridecode_chain_task;
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
-// Number of pipeline stages for weights that fit into a block's shared memory beside this many
-// inputs and tokens; 0 if none.
+// Number of pipeline stages for weights that fit into a block's shared memory in addition to this
+// many inputs and tokens; 0 if none.
 int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand);
 
 #pragma GCC visibility pop

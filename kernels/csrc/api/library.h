@@ -1,4 +1,4 @@
-// Products by cuBLASLt, of dense weights and of weights that are dequantised first. Part of api.h.
+// GEMMs by cuBLASLt, with dense weights and with weights that are dequantised first. Part of api.h.
 #pragma once
 #include <stdint.h>
 
@@ -9,8 +9,8 @@ extern "C" {
 
 // The epilogue of a cuBLAS product: out = activation(product + bias) + residual. activation: 0
 // none, 1 tanh GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns).
-// product_format: 0: dtype; 1: float32; 2: int32. scales, row_scales: of its columns and tokens,
-// which it is multiplied by first; null: neither.
+// product_format: 0: dtype; 1: float32; 2: int32. scales, row_scales: factors of its columns and of
+// its tokens, applied first; null: neither.
 int tridecode_gemm_library_epilogue(void* out, const void* product, const void* bias,
                                     const void* residual, const float* scales,
                                     const float* row_scales, int num_tokens, int columns,
@@ -37,22 +37,22 @@ typedef struct {
   const float* weight_scales;  // (outputs)
   void* workspace;
   int64_t workspace_bytes;
-  // host memory. algorithms: receives `count` of at most `most` descriptions of 96 bytes, the best
-  // by cuBLASLt's estimate first; none: there is no algorithm. gemm: the first 64 bytes of one.
+  // host memory. algorithms: receives up to `most` descriptions of 96 bytes, the best by cuBLASLt's
+  // estimate first, and their number in `count`; 0: no algorithm. gemm: the first 64 bytes of one.
   void* found;
   int* count;
   int most;
-  int alignment;  // bytes: of out, x, weight, bias and residual
+  int alignment;  // in bytes, for out, x, weight, bias and residual
 } tridecode_library_task;
 
-// addresses: of cuBLASLt's functions, in the order of csrc/cublas_lt.h; host memory. Makes the
+// addresses: of cuBLASLt's functions, in the order of csrc/cublas_lt.h; host memory. Creates the
 // handle, which belongs to the process's current device.
 int tridecode_library_bind(const void* addresses);
 int tridecode_library_algorithms(const tridecode_library_task* task, void* stream);
 int tridecode_gemm_library(const tridecode_library_task* task, void* stream);
 
-// tridecode_gemm_library with a weight in 8 or 4 bit. `piece` outputs of it at a time are expanded
-// to 16 bit in scratch memory and multiplied, by one call in all.
+// tridecode_gemm_library with a weight in 8 or 4 bit. One call dequantises `piece` outputs at a
+// time to 16 bit in scratch memory and multiplies them.
 typedef struct {
   // as tridecode_library_task's, of all outputs
   void* out;
@@ -73,8 +73,8 @@ typedef struct {
   void* weight;      // scratch memory of (piece, inputs)
   int piece;         // a multiple of 8, or all outputs
   void* found;       // host memory: the algorithm for `piece` outputs,
-  void* last_found;  // and for the last piece, where that has fewer
-  // host memory: outputs whose products are launched. A call goes on from there: a product whose
+  void* last_found;  // and for the last piece, if that has fewer
+  // host memory: outputs whose GEMMs are launched. A call continues from there: a GEMM whose
   // residual is out must not be launched twice
   int* done;
 } tridecode_expanded_task;

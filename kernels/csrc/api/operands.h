@@ -1,4 +1,4 @@
-// How a product reads its operands: one code for every function with an `operand`. library.py reads
+// How a GEMM reads its operands: one code for every function with an `operand`. library.py parses
 // the names. Part of api.h.
 #pragma once
 

@@ -10,8 +10,8 @@ extern "C" {
 int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
                              void* stream);
 
-// scales: null: table is of dtype; else it is int8, and a scale for each row of it. first_id,
-// num_ids: of the rows of the table; a token that is none of these ids gets a row of zeros.
+// scales: null: table has dtype; else table is int8, with one scale per row. first_id, num_ids: ids
+// of the table's rows; a token with any other id gets a row of zeros.
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
                     const int* positions, const void* position_table, int num_tokens, int columns,
                     int first_id, int num_ids, int dtype, void* stream);
@@ -32,16 +32,16 @@ int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_row
 //
 // kOperandInt8, kOperandFp8: values[t, :] = x[t, :] / scales[t], rounded to the nearest, halves to
 // even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or infinity
-// has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to dtype,
-// first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+// has values 0 and a non-finite scale. With norm_weight, x is norm(x), rounded to dtype, first.
+// Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
 //
-// kOperandTwoParts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
-// the nearest integers, low those of what they leave. Row 16 b + i of values is the high part of
-// token 8 b + i, row 16 b + 8 + i its low part; of tokens beyond the last, up to a multiple of 8,
-// both are zeros. kOperandTwoPartsInt4: the same with the inputs in the order of a granule of 4-bit
-// weights (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i.
-// Columns are a multiple of 32. With order (columns), x[t, c] above is x[t, order[c]], and a norm's
-// weight and bias likewise.
+// kOperandTwoParts: x[t, :] = scales[t] * (high + low / 254), scales as for int8; high is the
+// nearest integer, low the rounded remainder. Row 16 b + i of values is the high part of token 8 b
+// + i, row 16 b + 8 + i its low part; for tokens beyond the last, up to a multiple of 8, both are
+// zeros. kOperandTwoPartsInt4: the same with the inputs in the order of a granule of 4-bit weights
+// (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
+// are a multiple of 32. With order (columns), x[t, c] above is x[t, order[c]], and a norm's weight
+// and bias likewise.
 //
 // kOperandFp8Blocks: each 128 columns of a row have a scale of their own; scales is
 // (ceil(columns / 128), num_tokens).

@@ -2,10 +2,10 @@
 // prefill_attention_sm90a.cu computes head sizes 64 and 128. Fresh prompts read keys and values
 // from the output of the projection, prompts with tokens in the cache from its blocks.
 //
-// A block computes 128 queries of one head, 16 per warp, or 64 where shared memory is small (64 KiB
-// on sm_75, 99 KiB on sm_86, sm_89 and sm_120). It iterates over tiles of the keys that they see;
-// two tiles are in shared memory at a time, one in use and one in flight. Scores and output stay in
-// registers. Online softmax in base 2 and float32. Tiles that no query sees are not read.
+// A block computes 128 queries of one head, 16 per warp, or 64 if shared memory is small (64 KiB
+// on sm_75, 99 KiB on sm_86, sm_89 and sm_120). It iterates over tiles of visible keys; two tiles
+// are in shared memory at a time, one in use and one in flight. Scores and output stay in
+// registers. Online softmax in base 2 and float32. Fully masked tiles are not read.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
@@ -21,7 +21,7 @@ constexpr int kNoTile = -1;
 // The keys and values of a row.
 template <typename X>
 struct Source {
-  const X* keys;   // of a fresh prompt: of its first token
+  const X* keys;   // fresh prompt: its first token
   const X* cache;  // otherwise
   const int* table;
   int64_t stride;
@@ -71,14 +71,14 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void
                : "memory");
 }
 
-// STAGES: tiles of keys and values in shared memory. With one, a tile is loaded when the one before
-// it has been used.
+// STAGES: tiles of keys and values in shared memory. With one, a tile is loaded after the previous
+// one has been used.
 template <int HEAD, int WARPS, int TILE_KEYS, int STAGES>
 struct Layout {
   static constexpr int kHead = HEAD, kKeys = TILE_KEYS, kStages = STAGES;
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int kQueries = 16 * WARPS;
-  // numbers of a row: the padding spreads 8 rows over all banks
+  // row length in numbers: the padding spreads 8 rows over all banks
   static constexpr int kPitch = HEAD + 8;
   static constexpr int kTile = kKeys * kPitch;
   static constexpr int kBytes = (kQueries * kPitch + 2 * STAGES * kTile) * 2;
@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   const int first_token = task.query_starts[task.origin_row];
   const int start = task.query_starts[row] - first_token,
             queries = task.query_starts[row + 1] - first_token - start;
-  const int first_query = (gridDim.x - 1 - blockIdx.x) * L::kQueries;  // the longest first
+  const int first_query = (gridDim.x - 1 - blockIdx.x) * L::kQueries;  // longest first
   if (first_query >= queries) return;
   const int context = task.context_lens[row];
   const int before = context - queries;  // tokens from earlier steps
   const Source<X> source = source_of<X>(task, row, head, start, before == 0);
   const int64_t to_value = source.to_value();
-  // keys that any of the queries sees
+  // keys visible to any of the queries
   const int visible = min(context, before + first_query + L::kQueries);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrices(q[L::kKeepQueries ? k : 0], q_row + k * 16);
     }
-    if (first_key <= before + warp_query + 15) {  // else no query of this warp sees the tile
+    // otherwise the tile is masked for all queries of this warp
+    if (first_key <= before + warp_query + 15) {
       const X* const keys = tiles + tile % L::kStages * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
         const float now = fmaxf(most[i], high);
-        const float base = now == -CUDART_INF_F ? 0.0f : now;  // a query that has seen no key yet
+        const float base = now == -CUDART_INF_F ? 0.0f : now;  // no visible key so far
         const float shrink = exp2f(most[i] - base);
         most[i] = now;
         float part = 0.0f;
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
 }
 
-// Any head size and dtype, not tuned: a warp computes one query of one head, key by key.
+// Any head size and dtype, untuned: a warp computes one query of one head, key by key.
 template <typename X, int DIMS>  // dims per lane
 __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
@@ -280,7 +281,7 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
     if (lane + 32 * i < size) out[lane + 32 * i] = from_float<X>(output[i] / sum);
 }
 
-// The tiles of a head size, the fastest first. The later ones need less shared memory.
+// The tiles of a head size, fastest first; later ones need less shared memory.
 template <int D, typename Body>
 int for_tile(int shared_bytes, Body body) {
   if (Layout<D, 8, 64, 2>::kBytes <= shared_bytes) return body(Layout<D, 8, 64, 2>());
@@ -292,8 +293,8 @@ int for_tile(int shared_bytes, Body body) {
   return kNoTile;
 }
 
-// Calls body with the Layout for the head size and that many bytes of shared memory; kNoTile: there
-// is none.
+// Calls body with the Layout for the head size and shared memory limit; returns kNoTile if there is
+// none.
 template <typename Body>
 int for_tile(int head_size, int shared_bytes, Body body) {
   if (head_size == 64) return for_tile<64>(shared_bytes, body);

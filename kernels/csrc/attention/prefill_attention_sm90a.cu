@@ -2,15 +2,15 @@
 // attention of many query tokens per row, ragged, with or without ALiBi.
 //
 // A block computes 128 queries of one head, 64 per consumer warp group, and iterates over tiles of
-// 128 of the keys that they see. Scores are wgmma products of shared memory; the output is a
-// product of probabilities in registers and values in shared memory. Online softmax in base 2 and
-// float32. It overlaps with products twice, as in FlashAttention-3 (Shah et al. 2024): a warp group
-// issues the scores of a tile before the values' product of the tile before it, and computes the
-// softmax while the latter runs; and the two warp groups take turns to issue their products.
+// 128 visible keys. Scores are wgmmas on shared memory; the output accumulates wgmmas of
+// probabilities in registers and values in shared memory. Online softmax in base 2 and float32. It
+// overlaps with wgmmas in two ways, as in FlashAttention-3 (Shah et al. 2024): a warp group issues
+// the score wgmmas of a tile before the value wgmmas of the previous tile, and computes the softmax
+// while the latter run; and the two warp groups alternate in issuing wgmmas.
 //
-// Blocks are persistent and take one item after the other: section by section of heads whose keys
-// and values the L2 cache holds, of a section the longest first. A producer thread copies tiles,
-// and runs ahead to the next item.
+// Blocks are persistent and process items in order: by sections of heads whose keys and values fit
+// in the L2 cache, longest items first within a section. A producer thread copies tiles and runs
+// ahead to the next item.
 //
 // Fresh prompts read keys and values from the output of the projection, prompts with tokens in the
 // cache from its blocks.
@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// How many of `all` heads of rows make a section. Their keys and values are a quarter of an H200's
-// L2 cache, and items of a multiple of 12 heads spread evenly over its 132 multiprocessors. With
-// few sections they would not, and all heads are one.
+// The number of heads in a section. Their keys and values take a quarter of an H200's L2 cache, and
+// items of a multiple of 12 heads spread evenly over its 132 multiprocessors. With few sections
+// they would not, so all heads form one section.
 int section_of(int all, int max_query, int head_size) {
   constexpr int64_t kBytes = 12 << 20;
   constexpr int kMultiple = 12, kLeastSections = 8;

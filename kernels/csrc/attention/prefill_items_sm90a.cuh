@@ -9,7 +9,7 @@ namespace tridecode {
 namespace {
 
 constexpr int kGroups = 2;                     // consumer warp groups
-constexpr int kThreads = 128 * kGroups + 128;  // and the producer's
+constexpr int kThreads = 128 * kGroups + 128;  // and the producer warp group
 constexpr int kQueries = 64 * kGroups;
 constexpr int kKeys = 128;    // of a tile
 constexpr int kPage = 16;     // tokens of one copy from the cache
@@ -21,25 +21,24 @@ struct Layout {
   static constexpr int kParts = D / 64;
   static constexpr int kPartBytes = 128 * kColumn;  // of 128 queries or keys
   static constexpr int kTileBytes = kParts * kPartBytes;
-  // queries of two items, an output, keys and values of kStages tiles; 1 KiB to begin at a multiple
-  // of it
+  // queries of two items, an output, keys and values of kStages tiles; 1 KiB for alignment
   static constexpr int kSharedBytes = 1024 + (3 + 2 * kStages) * kTileBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// 128 queries of a head: what a block computes at a time.
+// A work item of a block: 128 queries of a head.
 struct Item {
-  int row, head;  // row -1: there are no more items
+  int row, head;  // row -1: no more items
   int first_query, queries;
   int start;    // of the row's tokens
   int before;   // tokens from earlier steps
-  int visible;  // keys that any of the queries sees
+  int visible;  // keys visible to any of the queries
   int tiles;
-  float slope;  // of ALiBi, in base 2
+  float slope;  // ALiBi slope, in base 2
 
-  // False: the row has no such queries. Items of `section` heads follow each other, the longest
-  // first.
+  // Returns false if the row has no such queries. The items of a section of heads are consecutive,
+  // longest first.
   __device__ bool find(const PrefillTask& task, int index, int section) {
     const int all = task.heads * (task.num_rows - task.first_row);
     const int blocks = ceil_div(task.max_query, kQueries);
@@ -66,7 +65,7 @@ struct Shared {
   Item items[2];
 };
 
-// The place of a tile, or of the queries of an item, in its ring of two, and the parity of its
+// The slot of a tile, or of an item's queries, in its ring of two, and the mbarrier parity of its
 // round.
 __device__ __forceinline__ int place(int count) { return count & 1; }
 __device__ __forceinline__ int parity(int count) { return count >> 1 & 1; }
@@ -81,7 +80,7 @@ struct Tiles {
   __device__ char* values(int count) const { return base + (4 + 2 * place(count)) * L::kTileBytes; }
 };
 
-// The producer thread: copies the tiles of all items of the block, in the order of their use.
+// The producer thread: copies the tiles of all items of the block, in order of use.
 template <int D>
 struct Producer {
   using L = Layout<D>;

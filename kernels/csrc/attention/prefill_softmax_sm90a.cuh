@@ -7,8 +7,8 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Sets values beyond the visible ones to zero: they are undefined, and 0 * NaN is NaN. Each warp
-// group does it, since both read the whole tile.
+// Zeroes the values of masked keys: they are undefined, and 0 * NaN is NaN. Each warp group does
+// it, since both read the whole tile.
 template <int D>
 __device__ __forceinline__ void clear_values(char* values, int valid, int group) {
   using L = Layout<D>;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear_values(char* values, int valid, int group)
   group_sync(group);
 }
 
-// The descriptor of a matrix `bytes` after that of another.
+// The descriptor of a matrix that lies `bytes` after another.
 __device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ float power_of_2(float x) {
   return power;
 }
 
-// The two warp groups take turns to issue products. Group 0 has the first turn.
+// The two warp groups alternate in issuing wgmmas, beginning with group 0.
 __device__ __forceinline__ void wait_for_turn(int group) {
   asm volatile("bar.sync %0, 256;" ::"r"(kGroups + 1 + group) : "memory");
 }
@@ -59,7 +59,7 @@ struct Attention {
   int group;
   float scale;  // in base 2
   float output[D / 2] = {};
-  // of scores that are not scaled, with ALiBi of scaled ones
+  // maximum of unscaled scores; with ALiBi, of scaled ones
   float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
   uint32_t weights[kKeys / 16][4];
 
@@ -70,9 +70,9 @@ struct Attention {
   }
   // Index of the lane's first row in the warp group.
   __device__ __forceinline__ int own_row() const { return threadIdx.x / 32 % 4 * 16 + lane() / 4; }
-  // The last key that any of these queries sees.
+  // The last key visible to any of these queries.
   __device__ __forceinline__ int last_key() const { return min(position(63), item.visible - 1); }
-  // The first tile with keys that some of these queries do not see.
+  // The first tile that is masked for some of these queries.
   __device__ __forceinline__ int first_edge() const {
     return min(position(0) + 1, item.visible) / kKeys;
   }
@@ -91,7 +91,7 @@ struct Attention {
     commit_group();
   }
 
-  // Issues the product of the probabilities and a tile's values.
+  // Issues the wgmmas of the probabilities and a tile's values.
   template <int KEYS>
   __device__ __forceinline__ void add_values(uint64_t values) {
 #pragma unroll
@@ -125,7 +125,7 @@ struct Attention {
     }
   }
 
-  // Scores to probabilities; the output so far is to shrink with them.
+  // Turns scores into probabilities; returns the rescaling of the output so far.
   template <int KEYS>
   __device__ __forceinline__ void weigh(float (&scores)[KEYS / 2], int first_key, bool edge,
                                         float (&shrink)[2]) {
@@ -144,7 +144,7 @@ struct Attention {
     const float factor = ALIBI ? 1.0f : scale;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // -inf: a query that has seen no key yet
+      // -inf: no visible key so far
       const float base = high[i] == -CUDART_INF_F ? 0.0f : high[i] * factor;
       shrink[i] = power_of_2(fmaf(most[i], factor, -base));
       most[i] = high[i];
@@ -166,7 +166,7 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[k][i] = pack<X>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-        asm volatile("" : "+r"(weights[k][i])::"memory");  // before the fence of its product
+        asm volatile("" : "+r"(weights[k][i])::"memory");  // before the fence of its wgmmas
       }
     }
   }
@@ -179,7 +179,7 @@ struct Attention {
     }
   }
 
-  // Through shared memory where all 64 queries exist. A partial store is left to the lanes.
+  // Stores through shared memory if all 64 queries exist; otherwise the lanes store directly.
   __device__ __forceinline__ void store(const CUtensorMap* out_map, char* staged) {
     float scale_out[2];
 #pragma unroll
@@ -191,7 +191,7 @@ struct Attention {
     const int first = item.first_query + group * 64;
     if (first + 64 > item.queries) return store_some_rows(first, scale_out);
     const bool stores = threadIdx.x % 128 == 0;
-    if (stores) wait_stores_read<0>();  // of the item before
+    if (stores) wait_stores_read<0>();  // of the previous item
     group_sync(group);
     staged += group * 64 * kColumn;
     const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;

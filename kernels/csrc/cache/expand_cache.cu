@@ -1,5 +1,6 @@
-// Blocks of an 8-bit cache as keys and values of X, for prefill attention of rows that have tokens
-// from before the step. A block expands the keys or the values of one head in one cache block.
+// Dequantises blocks of an 8-bit cache to keys and values of X, for prefill attention of rows with
+// tokens from earlier steps. A thread block dequantises the keys or the values of one head in one
+// cache block.
 // Bytes moved: (1 + sizeof(X)) * 2 * tokens * kv_heads * head_size, and the scales.
 // Bench: python -m tridecode.kernels.bench prefill_attention
 #include "cache/kv_cache_8bit.cuh"

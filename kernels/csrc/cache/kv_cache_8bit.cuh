@@ -24,7 +24,8 @@ __device__ __forceinline__ float largest_of() {
   return std::is_same<C, int8_t>::value ? 127.0f : 448.0f;
 }
 
-// A finite number, at most largest_of<C>() up to rounding, to nearest, halves to even.
+// Rounds to nearest, halves to even. The number is finite and, up to rounding, at most
+// largest_of<C>().
 template <typename C>
 __device__ __forceinline__ C round_to(float x) {
   if constexpr (std::is_same<C, int8_t>::value) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ float expand(C x) {
 
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// How a key or value whose largest magnitude has the bits `most` is stored.
+// The scaling of a stored key or value whose largest magnitude has the bits `most`.
 template <typename C>
 struct CacheRounding {
   bool is_finite;  // infinity and NaN are above all other magnitudes
@@ -55,7 +56,7 @@ struct CacheRounding {
   __device__ __forceinline__ C store(float x) const {
     return round_to<C>(is_finite ? x / scale : 0.0f);
   }
-  // Eight at once, without a branch between them where the scale allows for it.
+  // Eight at once, without branches if the scale permits.
   __device__ __forceinline__ void store(const float (&x)[8], C (&stored)[8]) const {
     if (scale > kLeastDivisor && scale < kMostDivisor) {
       const float inverse = __frcp_rn(scale);
@@ -69,7 +70,7 @@ struct CacheRounding {
   __device__ __forceinline__ float read(C stored) const { return expand(stored) * scale; }
 };
 
-// Rounding of a key or value that LANES neighbouring lanes hold, eight numbers each. values:
+// Quantises a key or value held by LANES neighbouring lanes, eight numbers each. values:
 // rounded to X in place. All lanes of the warp take part.
 template <typename X, typename C, int LANES>
 __device__ __forceinline__ CacheRounding<C> rounding_of(float (&values)[8]) {
@@ -85,8 +86,9 @@ __device__ __forceinline__ CacheRounding<C> rounding_of(float (&values)[8]) {
   return CacheRounding<C>(most);
 }
 
-// Bytes 0 and 1, and bytes 2 and 3, of a word as two words of halves, exactly: the instruction for
-// E4M3 gives halves, and int8 takes fewer than as bfloat16. Never NaN: NaN is in the scale.
+// Converts bytes 0 and 1, and bytes 2 and 3, of a word to two words of halves, exactly. Halves
+// because the E4M3 instruction returns them, and int8 needs fewer instructions than to bfloat16.
+// Never NaN: the scale holds it.
 template <typename C>
 __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& high) {
   if constexpr (std::is_same<C, int8_t>::value) {
@@ -104,7 +106,7 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
         : "=r"(low), "=r"(high)
         : "r"(four));
 #else
-    auto pair = [](uint32_t two) {  // an exponent that is 8 too small
+    auto pair = [](uint32_t two) {  // the exponent is too small by 8
       const uint32_t bits = (two & 0x80008000u) | ((two >> 1) & 0x3f803f80u), eight = 0x5c005c00u;
       const __half2 both =
           __hmul2(reinterpret_cast<const __half2&>(bits), reinterpret_cast<const __half2&>(eight));
@@ -115,15 +117,15 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
   }
 }
 
-// Bytes 2 k of two words as a word of halves, and bytes 2 k + 1 as another.
+// Packs the even bytes of two words into a word of halves, and the odd bytes into another.
 template <typename C>
 __device__ __forceinline__ void widen_pairs(uint32_t first, uint32_t second, int k, uint32_t& even,
                                             uint32_t& odd) {
   widen<C>(__byte_perm(first, second, k == 0 ? 0x5140 : 0x7362), even, odd);
 }
 
-// Writes WIDTH stored numbers from d on, of a key or value of a token that has a slot. The lane of
-// d = 0 also writes the scale.
+// Writes WIDTH quantised numbers from d on, of the key or value of a token with a slot. The lane
+// with d = 0 also writes the scale.
 template <typename Task>
 __device__ __forceinline__ void write_rounded(const Task& task, int slot, int head, int d,
                                               uint2 eight, float scale) {

@@ -1,6 +1,6 @@
 // The tail of the query, key and value projection: rotates q and k in place and writes k and v to
-// the cache. One block per token; with an 8-bit cache rotary_8bit.cu.
-// Bytes moved: q + k read and written where rotated, v read, and k + v written, times sizeof(X).
+// the cache. One block per token; rotary_8bit.cu handles an 8-bit cache.
+// Bytes moved: q + k read and written if rotated, v read, and k + v written, times sizeof(X).
 // Bench: python -m tridecode.kernels.bench step
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
@@ -32,7 +32,7 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
     write_cache<X>(task, slot, head, d, values);
   };
 
-  const int first_head = rotary ? 0 : task.heads;  // unrotated queries stay as they are
+  const int first_head = rotary ? 0 : task.heads;  // unrotated queries stay unchanged
   for (int i = first_head * groups + threadIdx.x; i < (rotated_heads + task.kv_heads) * groups;
        i += kThreads) {
     const int head = i / groups, d = i % groups * WIDTH;
@@ -69,7 +69,7 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
 template <typename X, int D>
 __global__ void __launch_bounds__(kThreads)
     rotate_and_cache_whole(const __grid_constant__ Task task) {
-  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // of a head; at once
+  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // lanes of a head; heads at once
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   X* const row = static_cast<X*>(task.out) + token * task.out_stride;

@@ -4,8 +4,8 @@
 
 namespace tridecode {
 
-// The index in the cos and sin tables, (positions, rotary_size / 2), of the pair that dim `d` of a
-// head begins: dims d and d + 1 where interleaved, else d and d + rotary_size / 2.
+// The index in the cos and sin tables, (positions, rotary_size / 2), of the pair that starts with
+// dim `d` of a head: dims d and d + 1 if interleaved, else d and d + rotary_size / 2.
 __device__ __forceinline__ int64_t angle_index(int position, int rotary_size, int d,
                                                bool interleaved) {
   return int64_t(position) * (rotary_size / 2) + (interleaved ? d / 2 : d);
@@ -27,8 +27,9 @@ __device__ __forceinline__ void unpack_eight(const uint4& words, float (&values)
   }
 }
 
-// Dims d to d + 7 of a head of D 16-bit numbers, rotated by halves if it `rotates`. D / 8 lanes,
-// side by side, have a head; all lanes of the warp take part. cosine, sine: of dims d % (D / 2) on.
+// Rotates dims d to d + 7 of a head of D 16-bit numbers by halves if it `rotates`. D / 8
+// consecutive lanes hold a head; all lanes of the warp must call it. cosine, sine: from dim d % (D
+// / 2) on.
 template <typename X, int D>
 __device__ __forceinline__ void rotate_eight(const uint4& words, int d, bool rotates,
                                              const float (&cosine)[8], const float (&sine)[8],
@@ -49,10 +50,10 @@ __device__ __forceinline__ void rotate_eight(const uint4& words, int d, bool rot
   }
 }
 
-// The blocks of a launch in which D / 8 of `threads` threads have a head, and a block a token or,
-// of few tokens, some of its heads.
+// The number of blocks of a launch with D / 8 threads per head, `threads` per block, and one block
+// per token or, with few tokens, per some of its heads.
 inline dim3 blocks_of_heads(int tokens, int heads, int head_size, int threads) {
-  constexpr int kManyTokens = 512;  // enough blocks for the device
+  constexpr int kManyTokens = 512;  // enough blocks to fill the device
   return dim3(tokens, tokens < kManyTokens ? ceil_div(heads, threads / (head_size / 8)) : 1);
 }
 

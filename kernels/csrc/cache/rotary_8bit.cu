@@ -1,7 +1,7 @@
-// rotate_and_cache with an 8-bit cache: rotates q and k in place, rounds k and v, and writes these
-// to the cache with their scales, and what the cache then holds in place of k and v. Bytes moved: q
-// + k + v read and written, times sizeof(X), and k + v and scales written. Bench: python -m
-// tridecode.kernels.bench step
+// rotate_and_cache with an 8-bit cache: rotates q and k in place, quantises k and v, writes them to
+// the cache with their scales, and replaces k and v by their dequantised values.
+// Bytes moved: q + k + v read and written, times sizeof(X), and k + v and scales written.
+// Bench: python -m tridecode.kernels.bench step
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
 
@@ -10,17 +10,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxHead = 256;  // of an 8-bit cache
+constexpr int kMaxHead = 256;  // largest head of an 8-bit cache
 
 using Task = tridecode_gemm_task;
 
-// 16-bit X, heads of D dims that are rotated by halves and whole, or not at all. D / 8 lanes have a
-// head; the angles of a token are read once for all its heads. A block has a token, or of few
-// tokens some of its heads.
+// 16-bit X, heads of D dims that are rotated entirely by halves, or not at all. D / 8 lanes hold a
+// head; the angles of a token are read once for all its heads. A block processes a token or, with
+// few tokens, some of its heads.
 template <typename X, typename C, int D, bool ROTATES>
 __global__ void __launch_bounds__(kThreads)
     rotate_and_round_whole(const __grid_constant__ Task task) {
-  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // of a head; at once
+  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // lanes of a head; heads at once
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   X* const row = static_cast<X*>(task.out) + token * task.out_stride;
@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any head, rotation and X: a warp rotates, rounds and writes one head. WIDTH: as in rotary.cu.
+// Any head, rotation and X: a warp rotates, quantises and writes one head. WIDTH: as in rotary.cu.
 template <typename X, typename C, int WIDTH>
 __global__ void rotate_and_round(const __grid_constant__ Task task) {
   constexpr int kPieces = WIDTH == 8 ? 1 : kMaxHead / 32;  // of a lane
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, size = task.head_size, rotary = task.rotary_size;
   const int half = rotary / 2, rotated_heads = task.heads + task.kv_heads;
-  const int first_head = rotary ? 0 : task.heads;  // unrotated queries stay as they are
+  const int first_head = rotary ? 0 : task.heads;  // unrotated queries stay unchanged
   const int head = first_head + blockIdx.y * kWarps + threadIdx.x / 32;
   if (head >= rotated_heads + task.kv_heads) return;
   const int64_t token = blockIdx.x;
@@ -91,7 +91,7 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
         if (d + j < rotary) rotate_pair(a[j], a[j + 1], d + j);
       continue;
     }
-    // the other numbers of the pairs are rotated by another lane
+    // another lane rotates the other numbers of the pairs
     const bool is_first = task.interleaved ? d % 2 == 0 : d < half;
     const int distance = task.interleaved ? 1 : half;
     float b[WIDTH];
@@ -104,7 +104,7 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
         rotate_pair(b[j], a[j], d - distance + j);
     }
   }
-  __syncwarp();  // all lanes have read what others overwrite
+  __syncwarp();  // all lanes have read the numbers that others overwrite
   if (head < task.heads) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {

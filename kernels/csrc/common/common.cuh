@@ -103,11 +103,11 @@ __host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
 // ---------------------------------------------------------------- device: order between kernels
 
 // Blocks until every earlier kernel of the stream has finished and its writes are visible, then
-// lets the next kernel start. In this order, while a kernel runs, all but its direct predecessor
-// have finished: before the wait it may read what those wrote, and constants. Every block of every
-// kernel calls it first, or after such reads, or calls its two halves in this order. Only norms,
-// the rounding of rows and sums over ranks call them in the reverse order: the kernel after one of
-// these may read nothing but constants before its wait.
+// lets the next kernel start. With this order, all kernels but the direct predecessor have finished
+// while a kernel runs: before the wait it may read their results, and constants. Every block of
+// every kernel calls it first, or after such reads, or calls its two halves in this order. Only
+// norms, row quantisation and sums over ranks use the reverse order: the kernel after one of these
+// may read only constants before its wait.
 __device__ __forceinline__ void wait_for_predecessor_alone() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -166,7 +166,7 @@ __device__ __forceinline__ X from_float(float x) {
   }
 }
 
-// Two 16-bit numbers in a word, the first in the low half.
+// Packs two 16-bit numbers into a word, the first in the low half.
 template <typename X>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   if constexpr (std::is_same<X, half>::value) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ uint32_t get(const uint4& words, int i) {
   return reinterpret_cast<const uint32_t*>(&words)[i];
 }
 
-// Eight consecutive numbers, at an address that is a multiple of 16 bytes.
+// Eight consecutive numbers, at an address aligned to 16 bytes.
 template <typename X>
 __device__ __forceinline__ void load8(const X* from, float (&values)[8]) {
   if constexpr (sizeof(X) == 4) {
@@ -248,9 +248,10 @@ inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// x / by, rounded correctly, of divisors in this range and quotients that are not near the smallest
-// numbers; inverse: __frcp_rn(by). The quotient's remainder, which is exact, corrects it twice, as
-// a division does, but would make -0 a 0. No branch, so that many are computed side by side.
+// x / by, correctly rounded, for divisors in this range and quotients that are not near the
+// smallest normal number; inverse: __frcp_rn(by). As in a division, the exact remainder corrects
+// the quotient twice, but -0 would become 0. Branch-free, so that many quotients are computed in
+// parallel.
 constexpr float kLeastDivisor = 1e-18f, kMostDivisor = 1e18f;
 __device__ __forceinline__ float quotient(float x, float by, float inverse) {
   float q = x * inverse;
@@ -288,8 +289,8 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
 // ---------------------------------------------------------------- device: copies and matrix
 // instructions
 
-// Loads 16 bytes that are read once and that the kernels before may have written (a cache), without
-// a place in the L1 cache.
+// Loads 16 bytes that are read once and that earlier kernels may have written (a KV cache), without
+// allocating in L1.
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 words;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -298,7 +299,7 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return words;
 }
 
-// The same for what no kernel writes: weights.
+// The same for read-only data: weights.
 __device__ __forceinline__ uint4 load_stream(const void* from) {
   uint4 words;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -311,7 +312,7 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// 16 bytes from global to shared memory; zeros where not `valid`.
+// Copies 16 bytes from global to shared memory; zeros if not `valid`.
 __device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -336,11 +337,11 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4 the lane
-// holds of a the pairs (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b the
-// pairs (rows 2t, column g), (rows 2t + 8, g); of c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t +
-// 1). Of E4M3, from compute capability 8.9 on, a is 16 x 32, b 32 x 8, and four numbers are in the
-// place of a pair.
+// c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4, the lane
+// holds these pairs of a: (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b:
+// (rows 2t, column g), (rows 2t + 8, g); and these numbers of c: (g, 2t), (g, 2t + 1), (g + 8, 2t),
+// (g + 8, 2t + 1). With E4M3, from compute capability 8.9 on, a is 16 x 32, b 32 x 8, with four
+// numbers in place of a pair.
 template <typename X>
 __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -369,7 +370,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 #else
-  if constexpr (std::is_same<X, half>::value) {  // sm_75: two instructions of 8 columns of a
+  if constexpr (std::is_same<X, half>::value) {  // sm_75: two instructions, for 8 columns of a each
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
         "%1, %2, %3};"
@@ -386,7 +387,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 #endif
 }
 
-// The same of int8, c in int32, from compute capability 8.0 on.
+// The same for int8, c in int32, from compute capability 8.0 on.
 template <typename X>
 __device__ __forceinline__ void multiply_add(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -400,8 +401,8 @@ __device__ __forceinline__ void multiply_add(int (&c)[4], uint32_t a0, uint32_t 
 #endif
 }
 
-// The transpose of an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 *
-// (lane % 4) and the next.
+// Transposes an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 * (lane % 4)
+// and the next.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t word) {
   uint32_t out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));

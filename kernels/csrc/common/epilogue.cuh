@@ -1,4 +1,4 @@
-// The epilogue of a product: bias, activation, residual.
+// The epilogue of a GEMM: bias, activation, residual.
 #pragma once
 #include "common/common.cuh"
 

@@ -8,13 +8,13 @@ namespace tridecode {
 
 // ---------------------------------------------------------------- host: tensor maps
 
-// The tensor map of 16-bit numbers of 2 to 5 dimensions, the innermost first and contiguous. Boxes
+// A tensor map of 16-bit numbers with 2 to 5 dimensions, the innermost first and contiguous. Boxes
 // have an innermost size of 64 or 32, and a swizzle of the same width in bytes. strides: bytes, of
 // the dimensions after the first. Outside the tensor a load returns zeros and a store does nothing.
 int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                const cuuint64_t* strides, const cuuint32_t* box, int dtype);
 
-// The same for words of 32 bits, without a swizzle.
+// The same for 32-bit words, without a swizzle.
 int encode_words(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                  const cuuint64_t* strides, const cuuint32_t* box);
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
                : "memory");
 }
 
-// After the last barrier_init, in the same thread.
+// Call after the last barrier_init, in the same thread.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -267,7 +267,7 @@ __device__ __forceinline__ void send(uint32_t to, float a, float b, float c, flo
       : "memory");
 }
 
-// Waits for what other blocks send.
+// Waits for data sent by other blocks.
 __device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -282,8 +282,8 @@ __device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, int 
       : "memory");
 }
 
-// Arrives at the corresponding mbarrier of block `rank` of the cluster. For mbarriers that order
-// TMA loads only: a release at cluster scope would be a fence of a microsecond.
+// Arrives at the corresponding mbarrier of block `rank` of the cluster. Only for mbarriers that
+// order TMA loads: a release at cluster scope would be a fence, which takes a microsecond.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
   asm volatile(
       "{\n"

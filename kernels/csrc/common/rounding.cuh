@@ -1,5 +1,5 @@
-// Rows of x rounded to 8 bit: how a number becomes int8, E4M3 or two int8 parts. The numbers are
-// those of kernels/formats/quantized.py, bit for bit.
+// Quantises rows of x to 8 bit: int8, E4M3 or two int8 parts, bit for bit as
+// kernels/formats/quantized.py.
 #pragma once
 #include "common/common.cuh"
 
@@ -11,13 +11,13 @@ constexpr int kGroup = 128;        // columns of a row that share a scale, in gr
 template <Values VALUES>
 constexpr bool kInTwoParts = VALUES == kOperandTwoParts || VALUES == kOperandTwoPartsInt4;
 
-// A row's values.
+// Quantised values of a row.
 template <Values VALUES>
 struct Rounding {
   static constexpr bool E4M3 = VALUES == kOperandFp8 || VALUES == kOperandFp8Blocks;
   static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
   float scale, inverse;
-  bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
+  bool plain;  // plain: no relevant quotient is NaN or near the smallest normal number
 
   // Rounding of a row; `largest` holds the bits of its largest magnitude.
   __device__ __forceinline__ explicit Rounding(unsigned int largest) {
@@ -44,7 +44,7 @@ struct Rounding {
     return tridecode::quotient(x, scale, inverse);
   }
 
-  // The quotient of any row; NaN becomes 0.
+  // The quotient for any row; NaN becomes 0.
   __device__ __forceinline__ float any_quotient(float x) const {
     const float q = __fdiv_rn(x, scale);
     return q == q ? fminf(fmaxf(q, -kLimit), kLimit) : 0.0f;
@@ -55,8 +55,8 @@ struct Rounding {
     return (quotient - rintf(quotient)) * 254.0f;
   }
 
-  // Of 8 numbers: the values, or with two parts the high ones. PLAIN: this row is; one branch for
-  // all numbers, which are then computed side by side.
+  // Quantises 8 numbers; with two parts, their high parts. PLAIN: the row is plain; one branch for
+  // all numbers, which are then computed in parallel.
   template <typename X, bool PLAIN>
   __device__ __forceinline__ uint2 eight(const uint4& words, uint2* low) const {
     uint32_t pairs[4], lows[4];
@@ -74,8 +74,9 @@ struct Rounding {
   }
 };
 
-// Of 8 inputs, the bytes at this thread's place: those of a step of 16 inputs alternate with those
-// of the next step, which the thread after the next one has. number: the thread's, or lane's.
+// Interleaves the bytes of 8 inputs into the order of a granule: bytes of one step of 16 inputs
+// alternate with those of the next step, held by the thread after the next one. number: index of
+// the thread or lane.
 __device__ __forceinline__ uint2 in_granule_order(uint2 own, int number) {
   const bool second = number & 2;
   const uint32_t other = __shfl_xor_sync(kAll, second ? own.x : own.y, 2);
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint2 in_granule_order(uint2 own, int number) {
   return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
 }
 
-// The bits of |x| as float32, from those of 16 bits.
+// The bits of |x| as float32, from its 16 bits.
 template <typename X>
 __device__ __forceinline__ unsigned int magnitude(unsigned int bits) {
   const float2 both = unpack<X>(bits & 0x7fffu);

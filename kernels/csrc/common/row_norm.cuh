@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of rows: their statistics and what becomes of a number.
+// LayerNorm and RMSNorm of rows: their statistics and the normalisation of a number.
 #pragma once
 #include "common/common.cuh"
 
@@ -13,18 +13,18 @@ struct RowNorm {
   }
 };
 
-// The statistics of ROWS rows of `columns` numbers that several threads share. The variance is that
-// of the centred row.
+// The statistics of ROWS rows of `columns` numbers that several threads share. The variance is
+// computed from the centred row.
 //
-// centred: LayerNorm, else RMSNorm. sums: of this thread's numbers of each row, read where centred.
-// each(body): calls body(row, x) for this thread's numbers. add_up(sums, which): adds up each sum
-// over the threads of the row, in all of them; `which` is 0, then 1, so that the second call may
-// use other shared memory.
+// centred: LayerNorm, else RMSNorm. sums: sums of this thread's numbers of each row, used if
+// centred. each(body): calls body(row, x) for this thread's numbers. add_up(sums, which): adds up
+// each sum over the threads of the row, in all of them; `which` is 0, then 1, so that the second
+// call may use other shared memory.
 template <int ROWS, typename Each, typename AddUp>
 __device__ __forceinline__ void row_statistics(RowNorm (&rows)[ROWS], float (&sums)[ROWS],
                                                bool centred, int columns, float eps, Each each,
                                                AddUp add_up) {
-  const float inverse = 1.0f / columns;  // ahead of the sums, which a division would delay
+  const float inverse = 1.0f / columns;  // computed before the sums, which a division would delay
   if (centred) add_up(sums, 0);
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void row_statistics(RowNorm (&rows)[ROWS], float (&su
   for (int row = 0; row < ROWS; ++row) rows[row].scale = rsqrtf(sums[row] * inverse + eps);
 }
 
-// add_up of row_statistics for a row that a block shares.
+// add_up of row_statistics for a row shared by a block.
 struct BlockSums {
   float (*shared)[32];
   __device__ __forceinline__ void operator()(float (&sums)[1], int which) const {

@@ -4,7 +4,7 @@
 
 namespace tridecode {
 
-// Stands for 8-bit floating point operands. Integer ones are int8_t, and their sums int.
+// Tag of 8-bit floating-point operands. Integer operands are int8_t, and their sums int.
 struct E4m3 {};
 // int8_t, x in two parts (quantize_rows.cu): 16 rows of b are 8 tokens' high and low parts.
 struct TwoParts {};
@@ -13,7 +13,7 @@ constexpr int kPartsOf = std::is_same<Operand, TwoParts>::value ? 2 : 1;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Shared memory descriptor of rows of 128 bytes in the 128-byte swizzle; groups of 8 rows are
+// Shared memory descriptor of 128-byte rows in the 128-byte swizzle; groups of 8 rows are
 // `group_bytes` apart.
 __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
   return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 |
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
 #define TRIDECODE_C2(i) TRIDECODE_C(i), TRIDECODE_C(i + 1)
 #define TRIDECODE_C4(i) TRIDECODE_C2(i), TRIDECODE_C2(i + 2)
 #define TRIDECODE_C8(i) TRIDECODE_C4(i), TRIDECODE_C4(i + 4)
-// of integers
+// integer sums
 #define TRIDECODE_I(i)                                                                          \
   "+r"(c[8 * (i)]), "+r"(c[8 * (i) + 1]), "+r"(c[8 * (i) + 2]), "+r"(c[8 * (i) + 3]),           \
       "+r"(c[8 * (i) + 4]), "+r"(c[8 * (i) + 5]), "+r"(c[8 * (i) + 6]), "+r"(c[8 * (i) + 7])
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
                ", add" rest ";\n}\n"                                                             \
                : __VA_ARGS__                                                                      \
                : "l"(a), "l"(b), "r"(add))
-// C: TRIDECODE_C or TRIDECODE_I, of the sums
+// C: TRIDECODE_C or TRIDECODE_I, the registers of the sums
 #define TRIDECODE_PRODUCT(C, kind, rest)                                                         \
   if constexpr (N == 16) TRIDECODE_WGMMA(kind, rest, "16", TRIDECODE_N16, "%8", "%9", "%10", C(0)); \
   if constexpr (N == 32) TRIDECODE_WGMMA(kind, rest, "32", TRIDECODE_N32, "%16", "%17", "%18", C##2(0)); \
@@ -76,9 +76,9 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
   if constexpr (N == 256) TRIDECODE_WGMMA(kind, rest, "256", TRIDECODE_N256, "%128", "%129", "%130", C##8(0), C##8(8))
 // clang-format on
 
-// c (64 x N) += a (64 x K) * b (N x K) transposed, given by descriptors; where not `add`, c =. K:
-// 32 bytes. Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4)
-// has at c[4 j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3]
+// c (64 x N) += a (64 x K) * b (N x K) transposed, given by descriptors; c = if not `add`. K: 32
+// bytes. Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4) has
+// at c[4 j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3]
 // those of row g + 8. Call group_fence() first; c may be read after wait_groups<0>().
 template <typename Operand, int N, typename Sum>
 __device__ __forceinline__ void group_multiply_add(Sum (&c)[N / 2], uint64_t a, uint64_t b,
@@ -94,8 +94,8 @@ __device__ __forceinline__ void group_multiply_add(Sum (&c)[N / 2], uint64_t a, 
   }
 }
 
-// Columns of a matrix whose rows are inputs, 64 numbers in 128 bytes, in the 128-byte swizzle:
-// groups of 8 rows are `group_bytes` apart, groups of 64 columns `part_bytes`.
+// Descriptor of a column-major matrix: its rows are inputs, 64 numbers in 128 bytes, in the
+// 128-byte swizzle; groups of 8 rows are `group_bytes` apart, groups of 64 columns `part_bytes`.
 __device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int part_bytes,
                                                        int group_bytes) {
   return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(part_bytes >> 4) << 16 |
@@ -115,8 +115,8 @@ __device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int 
   if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", columns, TRIDECODE_C8(0))
 // clang-format on
 
-// c (64 x N) += a (64 x 16) * b (16 x N): a in registers, as multiply_add's, of the warp's 16 rows;
-// b by columns_descriptor().
+// c (64 x N) += a (64 x 16) * b (16 x N): a in registers, the warp's 16 rows as for multiply_add; b
+// by columns_descriptor().
 template <typename X, int N>
 __device__ __forceinline__ void group_multiply_add_rows(float (&c)[N / 2], const uint32_t (&a)[4],
                                                         uint64_t b) {
@@ -147,9 +147,9 @@ __device__ __forceinline__ void group_multiply_add_registers(float (&c)[N / 2],
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 // clang-format on
 
-// c (64 x N) += a (64 x 32) * b (N x 32) transposed, of int8; where not `add`, c =. a in registers:
-// lane (g, t) has inputs 4 t to 4 t + 3 of row g, of row g + 8, then 16 inputs on of both. b by
-// descriptor().
+// c (64 x N) += a (64 x 32) * b (N x 32) transposed, int8; c = if not `add`. a in registers: lane
+// (g, t) has inputs 4 t to 4 t + 3 of row g and of row g + 8, then the inputs 16 further on of
+// both. b by descriptor().
 template <int N>
 __device__ __forceinline__ void group_multiply_add_bytes(int (&c)[N / 2], const uint32_t (&a)[4],
                                                          uint64_t b, int add) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void wait_groups() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits for all but the last PENDING groups in flight; after that their sums may be read.
+// Waits for all but the last PENDING groups in flight, after which their sums may be read.
 template <int PENDING = 0, int COUNT>
 __device__ __forceinline__ void wait_for_sums(float (&c)[COUNT]) {
   wait_groups<PENDING>();
@@ -206,9 +206,9 @@ __device__ __forceinline__ void take_registers() {
 
 // ---------------------------------------------------------------- transposed 8 x 8 matrices
 
-// Four 8 x 8 matrices of 16-bit numbers between registers, as multiply_add's c packs them, and rows
-// of 16 bytes in shared memory that are their columns. Lane l gives the address of row l % 8 of
-// matrix l / 8.
+// Moves four 8 x 8 matrices of 16-bit numbers between registers, packed like multiply_add's c, and
+// rows of 16 bytes in shared memory, which are their columns. Lane l gives the address of row l % 8
+// of matrix l / 8.
 __device__ __forceinline__ void store_transposed(void* row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(row)),

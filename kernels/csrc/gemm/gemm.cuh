@@ -6,8 +6,8 @@ namespace tridecode {
 
 using GemmTask = tridecode_gemm_task;
 
-// The epilogue, a template parameter of the kernels. Those that read rotary_size at run time have
-// one instance, kQkv, for both of the last two.
+// The epilogue, a template parameter of the kernels. Kernels that read rotary_size at run time use
+// kQkv for both of the last two.
 enum Mode { kPlain, kGated, kQkv, kQkvRotary };
 
 inline Mode mode_of(const GemmTask& task) {

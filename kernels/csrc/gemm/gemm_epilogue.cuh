@@ -1,5 +1,5 @@
 // The epilogue of gemv.cu, gemm_mma.cu and gemm_sm90_data_parallel.cu: which weight rows form a
-// pair, and what becomes of the sums of a pair.
+// pair, and how the sums of a pair are finished.
 #pragma once
 #include "cache/kv_cache.cuh"
 #include "cache/rotary.cuh"
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_out(const GemmTask& task, int token, int c
   }
 }
 
-// One number of a row (q | k | v): to out, and to the cache if it is a key's or a value's.
+// Stores one number of a row (q | k | v) to out, and to the cache if it belongs to a key or value.
 template <typename X, Mode MODE>
 __device__ __forceinline__ void store_row(const GemmTask& task, int pair, int token, int row,
                                           int slot, float value) {

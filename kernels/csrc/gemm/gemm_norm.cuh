@@ -5,9 +5,9 @@
 
 namespace tridecode {
 
-// Normalises rows of x in place. piece_of(p, token): where inputs 8 p to 8 p + 7 of a token are.
-// Each thread of the block works on every THREADS-th piece, those that it copied there itself;
-// nobody may read another's before the next barrier. tokens: at most TOKENS.
+// Normalises rows of x in place. piece_of(p, token): address of inputs 8 p to 8 p + 7 of a token.
+// Each thread of the block processes every THREADS-th piece, which it copied itself; no thread may
+// read another's pieces before the next barrier. tokens: at most TOKENS.
 template <typename X, int TOKENS, int THREADS, typename PieceOf>
 __device__ __forceinline__ void normalize_rows(const GemmTask& task, int tokens, PieceOf piece_of) {
   constexpr int kWarps = THREADS / 32;

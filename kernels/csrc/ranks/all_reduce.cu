@@ -1,14 +1,15 @@
 // out[t, :] = residual[t, :] + biases + the sum over the ranks of partial[t, :], and
 // normed[t, :] = norm(out[t, :]).  One block per row, which stays in registers.
 //
-// Here in one shot; all_reduce_two_shots.cu sends fewer bytes for more than two ranks, in two.
+// This file sums in one shot; all_reduce_two_shots.cu needs two shots but sends fewer bytes for
+// more than two ranks.
 //
 // One shot: a block pushes its row into the memory of every peer with 16-byte stores, then waits
-// until the rows of the peers have arrived in its own memory. Nothing but the data is exchanged:
-// memory that is empty holds the bits of -0.0, and a -0.0 of the data is sent as 0.0. The reader
-// empties what it has read. Two buffers in turn suffice: a peer writes to a buffer again only after
-// it has received the rows of the launch between, which this rank sends when its reads are over.
-// Which buffer it is follows from a counter in device memory, so that a CUDA graph may be replayed.
+// until the rows of the peers have arrived in its own memory. Only data is exchanged, without
+// flags: empty memory holds the bits of -0.0, and a -0.0 in the data is sent as 0.0. The reader
+// empties what it has read. Two alternating buffers suffice: a peer writes to a buffer again only
+// after it has received the rows of the launch in between, which this rank sends when its reads are
+// over. A counter in device memory selects the buffer, so that a CUDA graph may be replayed.
 //
 // Every rank adds in rank order in float32, so that all get the same bits.
 //
@@ -31,7 +32,7 @@ template <typename X, int ITEMS, int RANKS>
 __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_constant__ Rows rows) {
   constexpr int N = Unit<X>::kNumbers;
   constexpr uint32_t kEmpty = empty_word<X>();
-  constexpr bool kAhead = ITEMS <= 2;  // there are registers to load the norm's constants ahead
+  constexpr bool kAhead = ITEMS <= 2;  // registers suffice to load the norm's constants ahead
   const auto& task = rows.task;
   __shared__ float shared[2][32];
   __shared__ unsigned int shared_turn;
@@ -47,14 +48,14 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   let_successor_start();
   if (!task.early) wait_for_predecessor_alone();
   if (threadIdx.x == 0) shared_turn = take_turn(task);
-  float v[ITEMS][N] = {};  // what is added to the sum
+  float v[ITEMS][N] = {};  // addends of the sum
   Unit<X> weight[ITEMS], shift[ITEMS];
   load_constants<kAhead>(task, row, true, each_item, v, weight, shift);
   __syncthreads();
   const int64_t turn = shared_turn;
   if (task.early) wait_for_predecessor_alone();
 
-  // The place in a rank's memory of what another rank sends it.
+  // The address in a rank's memory of another rank's data.
   auto place = [&](int owner, int sender, int c) {
     const int64_t slot = turn * (task.ranks - 1) + sender - (sender > owner);
     return rows.memory[owner] + kPeerHeader + slot * task.slot_bytes +

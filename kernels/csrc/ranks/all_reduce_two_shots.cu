@@ -4,21 +4,20 @@
 // A block of another rank's row pushes its part to the owner, waits for the finished row (the sum,
 // biases and residual, rounded), and computes the norm of it itself. The owner's block waits for
 // the parts, adds them in rank order in float32, and pushes the finished row to every peer. The
-// bits are those of one shot, on every rank: the biases and the residual that count are the
-// owner's.
+// result is bit-identical to one shot, on every rank: the owner's biases and residual are used.
 //
-// In a slot, that is from one rank to another, are two lines for each group of `ranks` rows: the
+// A slot holds the data from one rank to another: two lines for each group of `ranks` rows, the
 // part of the row that the receiver owns, and the finished row that the sender owns.
 //
-// Memory is empty where it has the bits of -0.0, as in one shot, and the two buffers in turn
-// suffice here too, also where launches of one and of two shots alternate. A rank ends a launch
-// only after it has seen something of every other rank's part in it: it has received that part, or
-// a finished row that its owner computed from it. A rank sends a part only after its own reads of
-// the launch before are over. So once a rank has ended launch n + 1, nobody still reads launch n,
-// whose buffer it writes to next.
+// Empty memory holds the bits of -0.0, as in one shot, and two alternating buffers suffice here
+// too, even if launches of one and of two shots alternate. A rank ends a launch only after it has
+// seen every other rank's contribution: it has received that rank's part, or a finished row
+// computed from it. A rank sends a part only after its own reads of the previous launch are over.
+// So once a rank has ended launch n + 1, no rank still reads launch n, whose buffer is written
+// next.
 //
-// A launch that waits does not block those it waits for: blocks start in the order of rows, and the
-// first unfinished row is running on every rank.
+// A waiting launch does not block the launches that it waits for: blocks start in the order of
+// rows, and the first unfinished row is running on every rank.
 //
 // Bytes moved: 2 * (ranks - 1) / ranks * T * C * sizeof(X) in and out; in one shot ranks - 1.
 // Bench: python -m tridecode.tools.bench.studies.all_reduce --ranks 4
@@ -47,7 +46,7 @@ struct Place {
 };
 
 // Waits for a unit of every rank's part, adds them up and pushes the finished unit, unless a part
-// did not come.
+// did not arrive.
 template <typename X>
 __device__ __forceinline__ Unit<X> add_up(const Rows& rows, const Place<X>& place, int c,
                                           const Unit<X>& mine, SharedPatience& patience,
@@ -81,7 +80,7 @@ __device__ __forceinline__ Unit<X> add_up(const Rows& rows, const Place<X>& plac
   return finished;
 }
 
-// Waits for a unit of the row from its owner.
+// Waits for a unit of the finished row from its owner.
 template <typename X>
 __device__ __forceinline__ Unit<X> receive(const Rows& rows, const Place<X>& place, int c,
                                            SharedPatience& patience) {
@@ -98,7 +97,7 @@ template <typename X, int ITEMS>
 __global__ void __launch_bounds__(kThreads, 1)
     all_reduce_owned_rows(const __grid_constant__ Rows rows) {
   constexpr int N = Unit<X>::kNumbers;
-  constexpr bool kAhead = ITEMS <= 2;  // there are registers to load the norm's constants ahead
+  constexpr bool kAhead = ITEMS <= 2;  // registers suffice to load the norm's constants ahead
   const auto& task = rows.task;
   __shared__ float shared[2][32];
   __shared__ unsigned int shared_turn;
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_successor_start();
   if (!task.early) wait_for_predecessor_alone();
   if (threadIdx.x == 0) shared_turn = take_turn(task);
-  float v[ITEMS][N] = {};  // what is added to the sum, then the row
+  float v[ITEMS][N] = {};  // addends of the sum, then the row
   Unit<X> weight[ITEMS], shift[ITEMS];
   load_constants<kAhead>(task, row, owns, each_item, v, weight, shift);
   __syncthreads();
@@ -130,7 +129,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!owns)
     each_item([&](int i, int c) { store_system(place(owner, task.rank, c), mine[i].words); });
 
-  // An owner that came in time has named a missing rank when the others give up on it.
+  // An owner that arrived in time has already named the missing rank when the others give up
+  // waiting for the owner.
   SharedPatience patience(rows, owns ? 1 : 2);
   each_item([&](int i, int c) {
     Unit<X> finished;

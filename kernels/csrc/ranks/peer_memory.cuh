@@ -1,6 +1,6 @@
-// Memory of the ranks of one host that each of them maps (tridecode_peer_allocate): its front,
-// accesses at system scope, and waits that end. Kernels that wait for a peer need their blocks to
-// be dispatched in order: then the blocks of the lowest row that is not done run on every rank.
+// Memory of the ranks of one host, mapped by each of them (tridecode_peer_allocate): its header,
+// accesses at system scope, and waits with a time limit. Kernels that wait for a peer rely on
+// blocks being dispatched in order: then the blocks of the lowest unfinished row run on every rank.
 #pragma once
 #include "common/common.cuh"
 
@@ -8,10 +8,10 @@ namespace tridecode {
 
 constexpr int kMostRanks = 8;
 
-// The front of a rank's own memory; what peers write follows at kPeerHeader.
+// The header of a rank's own memory; data written by peers follows at kPeerHeader.
 struct PeerState {
   unsigned int tickets;
-  // 1 + a rank that did not come in time, 0: none. Then no launch waits any more.
+  // 1 + a rank that did not arrive in time, 0: none. Once set, no launch waits any more.
   unsigned int broken;
   unsigned int named;  // the host knows
 };
@@ -44,8 +44,8 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// The end of a wait: after limit_ns, or at once where another wait has ended so. lost: pinned host
-// memory, set to 1 + the rank that did not come.
+// The time limit of a wait: limit_ns, or none left if another wait has already timed out. lost:
+// pinned host memory, set to 1 + the missing rank.
 struct Patience {
   PeerState* state;
   int64_t limit_ns;

@@ -9,8 +9,8 @@ namespace peers {
 
 constexpr int kThreads = 512;
 constexpr int kItems = 4;  // units per thread, at most
-// What a launch adds to the counter: more than it has blocks. An even number of launches is added
-// before the counter wraps around.
+// increment of the counter per launch, more than its number of blocks. The counter wraps around
+// after an even number of launches.
 constexpr unsigned int kTickets = 1u << 20;
 
 using State = PeerState;
@@ -26,7 +26,7 @@ struct Rows {
   char* memory[kMostRanks];  // of each rank
 };
 
-// 16 bytes of a row: numbers as they are in memory.
+// 16 bytes of a row, as in memory.
 template <typename X>
 struct Unit {
   static constexpr int kNumbers = 16 / sizeof(X);
@@ -38,7 +38,7 @@ struct Unit {
   __device__ __forceinline__ void store(void* row, int64_t number) const {
     *reinterpret_cast<uint4*>(static_cast<X*>(row) + number) = words;
   }
-  // Numbers that are sent must not look like empty memory.
+  // Replaces -0.0, since sent numbers must not look like empty memory.
   __device__ __forceinline__ void fill_empty() {
     constexpr uint32_t kEmpty = empty_word<X>();
     words.x = words.x == kEmpty ? 0 : words.x, words.y = words.y == kEmpty ? 0 : words.y;
@@ -77,22 +77,22 @@ __device__ __forceinline__ void empty_unit(char* at) {
   store_system(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
 }
 
-// The end of a wait of two ranks.
+// The time limit of a wait of two ranks.
 struct RowPatience : Patience {
   __device__ __forceinline__ explicit RowPatience(const Rows& rows)
       : Patience{static_cast<State*>(rows.task.memory), rows.task.limit_ns, rows.task.lost} {}
 };
 
-// The end of a wait among more ranks: after limit_ns, or at once where a wait of any rank has ended
-// so. The one that gives up tells its peers which rank is missing, so that all of them name it and
-// not each other.
+// The time limit of a wait among more ranks: limit_ns, or none left if a wait of any rank has
+// already timed out. The rank that gives up tells its peers which rank is missing, so that all of
+// them name it rather than each other.
 struct SharedPatience {
   const Rows& rows;
   uint64_t limit_ns;
   uint64_t started = 0;
   int tries = 0;
 
-  // times: the limit, as a multiple of the task's.
+  // times: multiple of the task's limit.
   __device__ __forceinline__ explicit SharedPatience(const Rows& of, int times = 1)
       : rows(of), limit_ns(times * uint64_t(of.task.limit_ns)) {}
 
@@ -123,15 +123,15 @@ struct SharedPatience {
   }
 };
 
-// Which of the two buffers this launch uses; for one thread of each block.
+// Selects the buffer of this launch; called by one thread of each block.
 __device__ __forceinline__ unsigned int take_turn(const tridecode_all_reduce_task& task) {
   const unsigned int tickets = blockIdx.x == 0 ? kTickets - gridDim.x + 1 : 1;
   unsigned int* const counter = &static_cast<State*>(task.memory)->tickets;
   return atomicAdd(counter, tickets) / kTickets % 2;
 }
 
-// Loads into v what is added to the sum, if this rank `adds` up the row, and the constants of the
-// norm if they are loaded ahead. each_item(body) calls body(item, column) for a thread's units.
+// Loads the addends of the sum into v, if this rank `adds` up the row, and the norm's constants if
+// they are loaded ahead. each_item(body) calls body(item, column) for a thread's units.
 template <bool AHEAD, typename X, int ITEMS, typename EachItem>
 __device__ __forceinline__ void load_constants(const tridecode_all_reduce_task& task, int64_t row,
                                                bool adds, EachItem each_item,
@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_constants(const tridecode_all_reduce_task& 
   });
 }
 
-// Stores the norm of the row v, which a block has in its registers.
+// Stores the norm of the row v, which a block holds in registers.
 template <bool AHEAD, typename X, int ITEMS, typename EachItem>
 __device__ __forceinline__ void store_norm(const tridecode_all_reduce_task& task, int64_t row,
                                            EachItem each_item, float (&v)[ITEMS][Unit<X>::kNumbers],
@@ -186,7 +186,8 @@ __device__ __forceinline__ void store_norm(const tridecode_all_reduce_task& task
   });
 }
 
-// The sums and what is added to them (v), rounded and never empty; v becomes the numbers of that.
+// Rounds the sums plus their addends (v), avoiding the bits of empty memory; v becomes the rounded
+// numbers.
 template <typename X>
 __device__ __forceinline__ Unit<X> finish(const float (&sums)[Unit<X>::kNumbers],
                                           float (&v)[Unit<X>::kNumbers]) {

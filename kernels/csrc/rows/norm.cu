@@ -1,8 +1,8 @@
 // out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block per row, which
 // stays in registers.
 //
-// A norm is short: the product behind it starts beside the kernel before it, so that its weights
-// are prefetched before x is ready.
+// A norm is short: the GEMM after it becomes resident together with the kernel before it, so that
+// its weights are prefetched before x is ready.
 //
 // Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench norm
@@ -33,7 +33,7 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
   let_successor_start();
   wait_for_predecessor_alone();
   each_item([&](int i, int c) { load8(x + blockIdx.x * x_stride + c, v[i]); });
-  float sums[1] = {};  // a pass of its own: all loads are issued before the first is used
+  float sums[1] = {};  // a separate pass: all loads are issued before the first is used
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
 #pragma unroll
@@ -56,7 +56,7 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
   });
 }
 
-// Any number of columns at any address: the row is read three times.
+// Any number of columns and alignment: the row is read three times.
 template <typename X>
 __global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias, float eps,
                              int columns, int64_t x_stride, int64_t out_stride) {

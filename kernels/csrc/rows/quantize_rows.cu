@@ -3,15 +3,15 @@
 // registers.
 //
 // In two parts, x[t, c] = scales[t] * (high + low / 254) with int8 high and low: values has 8 rows
-// of high parts of 8 tokens, then 8 rows of their low parts, so that a thread of a wgmma product
-// has both sums of a token; for 4-bit weights with the inputs in the order of a granule. Blocks
-// beyond the last token fill its group of 8 with zeros.
+// of high parts of 8 tokens, then 8 rows of their low parts, so that a wgmma thread holds both sums
+// of a token; for 4-bit weights the inputs are in the order of a granule. Blocks beyond the last
+// token fill its group of 8 with zeros.
 //
-// In groups, of E4M3: each 128 columns of a row have a scale of their own, scales[c / 128, t].
+// In groups (E4M3): each 128 columns of a row have a scale, scales[c / 128, t].
 //
-// The numbers are those of kernels/formats/quantized.py, bit for bit: the division is exact, halves
-// are rounded to even. As a norm it is short: the product behind it starts beside the kernel before
-// it.
+// The numbers match kernels/formats/quantized.py bit for bit: the division is exact, halves are
+// rounded to even. Like a norm it is short: the GEMM after it becomes resident together with the
+// kernel before it.
 //
 // Bytes moved: T * C * (sizeof(X) + parts) + 4 * T.   Bench: python -m tridecode.kernels.bench w8a8
 #include "common/rounding.cuh"
@@ -28,12 +28,12 @@ __device__ __forceinline__ int64_t row_of(int token) {
   return kInTwoParts<VALUES> ? token / 8 * 16 + token % 8 : token;
 }
 
-// Place of input c in this order.
+// Position of input c in this order.
 __device__ __forceinline__ int granule_place(int c) {
   return (c & ~31) + (c >> 3 & 1) * 16 + (c >> 1 & 3) * 4 + (c & 1) * 2 + (c >> 4 & 1);
 }
 
-// Numbers c to c + 7 of a row, or of order[c] to order[c + 7].
+// Loads numbers c to c + 7 of a row, or numbers order[c] to order[c + 7].
 template <typename X>
 __device__ __forceinline__ void load_ordered(const X* row, const int* order, int c,
                                              float (&values)[8]) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_ordered(const X* row, const int* order, int
   }
 }
 
-// Zeros for a token beyond the last one.
+// Writes zeros for a token beyond the last one.
 __device__ __forceinline__ void no_token(uint8_t* values, int columns) {
   let_successor_start();
   wait_for_predecessor_alone();
@@ -128,7 +128,8 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
       store8(reinterpret_cast<X*>(words + i), v);
     });
   }
-  // The bits of magnitudes are in the order of the numbers; infinity is above them, NaN above that.
+  // The bits of magnitudes are ordered like the numbers, with infinity above them and NaN above
+  // infinity.
   if constexpr (VALUES == kOperandFp8Blocks) {  // 16 lanes have one
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -188,7 +189,7 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
-// Any number of columns at any address: the row is read again for each pass.
+// Any number of columns and alignment: the row is read again for each pass.
 template <typename X, Values VALUES>
 __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, const int* order,
                                  const X* weight, const X* bias, float eps, int num_tokens,

@@ -1,5 +1,5 @@
-// Rows by index: token ids that only the device knows, embeddings, and the rows whose logits are
-// needed. Columns by index: the inputs of a weight whose groups are sorted.
+// Gathers rows by index: token ids that only the device knows, embeddings, and the rows whose
+// logits are needed; and columns by index: the inputs of a weight whose groups are sorted.
 // Bytes moved: twice the rows.   No bench: a launch takes microseconds.
 #include "common/common.cuh"
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void clear_row(X* row, int columns) {
   for (int c = threadIdx.x; c < columns; c += kThreads) row[c] = from_float<X>(0.0f);
 }
 
-// One block per token. ids: the table holds the rows of ids.x .. ids.x + ids.y - 1.
+// One block per token. ids: the table holds rows ids.x .. ids.x + ids.y - 1.
 template <typename X, int WIDTH>
 __global__ void embed(X* out, const int* token_ids, const X* table, const int* positions,
                       const X* position_table, int columns, int2 ids) {
@@ -44,7 +44,7 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
   }
 }
 
-// The same of a table in int8 with a scale for each row.
+// The same for an int8 table with one scale per row.
 template <typename X, int WIDTH>
 __global__ void embed_int8(X* out, const int* token_ids, const int8_t* table, const float* scales,
                            const int* positions, const X* position_table, int columns, int2 ids) {

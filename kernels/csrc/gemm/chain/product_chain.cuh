@@ -1,5 +1,5 @@
-// Shared parts of product_chain_sm90a.cu: a chain's products, the layout of their weights, the
-// shared memory of a block, and the exchange of results between blocks.
+// Shared parts of product_chain_sm90a.cu: a chain's GEMMs, the layout of their weights, the shared
+// memory of a block, and the exchange of results between blocks.
 #pragma once
 #include <cstddef>
 
@@ -10,26 +10,26 @@
 namespace tridecode {
 namespace {
 
-constexpr int kTeams = 2;  // of consumer warps, which take turns at the stages
+constexpr int kTeams = 2;  // teams of consumer warps, which alternate in consuming stages
 constexpr int kTeamWarps = 8;
 constexpr int kWarps = kTeams * kTeamWarps;
 constexpr int kConsumers = 32 * kWarps;
 constexpr int kFinishers = 3;               // warps that finish tiles
-constexpr int kThreads = kConsumers + 128;  // and a producer warp and finishers
+constexpr int kThreads = kConsumers + 128;  // plus a producer warp and finisher warps
 constexpr int kMaxSteps = 4;
 constexpr int kMaxStages = 16;
 constexpr int kLeastStages = 4;
-constexpr int kInFlight = 3;  // stages: enough to keep memory busy; loads of x queue behind them
+constexpr int kInFlight = 3;  // stages: enough to saturate memory; loads of x queue behind them
 constexpr int kMaxTokens = 4;
-constexpr int kSharedLeft = 26 * 1024;  // for blocks of the kernel behind this one
+constexpr int kSharedLeft = 26 * 1024;  // left free for blocks of the next kernel
 constexpr unsigned int kEarly = 30;     // start polling the exchange at this many unfinished tiles
 constexpr int kHeld = 4;                // vectors of 8 numbers of x that a thread holds
 
 // tiles: number of tiles of 16 weight rows. second: distance from the first eight rows of a tile to
 // the second, in groups of eight rows: 1; with SwiGLU the number of tiles. x_words, residual_words:
-// place in the exchange buffer where an earlier product of the chain leaves these inputs; null:
-// they are in memory. out_words: place for this product's results that later products read, or
-// null. stores: the results are also stored to memory.
+// address in the exchange buffer of inputs that an earlier GEMM of the chain computes; null: they
+// are in memory. out_words: address for results that later GEMMs read, or null. stores: the results
+// are also stored to memory.
 struct Step {
   tridecode_chain_step given;
   int tiles, second;
@@ -41,15 +41,15 @@ struct Step {
 struct Chain {
   Step steps[kMaxSteps];
   int count, tokens, columns, stages, in_flight, x_bytes;
-  unsigned int* counters;  // of finished tiles, zero between launches; of launches
+  unsigned int* counters;  // counter of finished tiles, zero between launches; counter of launches
 };
 
 struct Maps {
-  CUtensorMap of[kMaxSteps];  // of weights in 8 and 16 bit
+  CUtensorMap of[kMaxSteps];  // maps of weights in 8 and 16 bit
 };
 
-// Between the consumers and the finishers. `sent`: the sums of a tile are in their buffer; `read`:
-// they have been read; `begun`: a product has begun, all before it are finished or nearly so.
+// Barriers between consumers and finishers. `sent`: the sums of a tile are in their buffer; `read`:
+// they have been read; `begun`: a GEMM has begun, so all earlier ones are finished or nearly so.
 // Tiles are sent in order, so a finisher waits for a buffer's next round only when its last one is
 // over.
 struct Handover {
@@ -62,7 +62,7 @@ struct Handover {
 struct Declared {
   uint64_t full[kMaxStages], empty[kMaxStages];
   Handover handover;
-  unsigned int words[2 * kWarps];  // of sums over the consumer warps
+  unsigned int words[2 * kWarps];  // buffers of sums of the consumer warps
   unsigned int largest[kMaxSteps][kMaxTokens];
   float x_scales[kMaxTokens];
   uint4 zeros;
@@ -73,7 +73,7 @@ struct Format {
   static constexpr bool k4Bit = VALUES == kOperandTwoPartsInt4;
   static constexpr bool k16Bit = VALUES == kOperandDense;
   static constexpr bool kTwo = kInTwoParts<VALUES>;
-  static constexpr int kXBytes = k16Bit ? 2 : 1;  // of an input in shared memory
+  static constexpr int kXBytes = k16Bit ? 2 : 1;  // bytes of an input in shared memory
   static constexpr int kUnitInputs = 128 / kXBytes;
   static constexpr int kWarpUnits = k4Bit ? 2 : 1;        // chunks of granules, or boxes
   static constexpr int kUnits = kTeamWarps * kWarpUnits;  // of a stage
@@ -100,9 +100,9 @@ __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
 
-// A number that stays in its register. The compiler would compute it again at each use, from
-// special registers and constants that take tens of cycles; it does not repeat a shuffle. All lanes
-// take part.
+// Keeps a number in its register. The compiler would recompute it at each use, from special
+// registers and constants that take tens of cycles; it does not repeat a shuffle. All lanes must
+// call it.
 __device__ __forceinline__ void keep(int& number) {
   number = __shfl_sync(kAll, number, threadIdx.x % 32);
 }
@@ -110,7 +110,7 @@ __device__ __forceinline__ void keep(uint32_t& number) {
   number = __shfl_sync(kAll, number, threadIdx.x % 32);
 }
 
-// Shared memory by its address. 16, 8 and 4 bytes.
+// Accesses shared memory by address: 16, 8 and 4 bytes.
 __device__ __forceinline__ uint4 load_shared4(uint32_t from) {
   uint4 words;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -207,12 +207,13 @@ struct Places {
   __device__ __forceinline__ uint32_t zeros() const { return declared + offsetof(Declared, zeros); }
 };
 
-// The compiler knows nothing of the words' numbers: it would keep what it has unpacked of them.
+// Hides the words' values from the compiler, which would otherwise keep their unpacked numbers in
+// registers.
 __device__ __forceinline__ void forget(uint4& words) {
   asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
-// Two words of the exchange: four numbers.
+// Two words of the exchange, holding four numbers.
 __device__ __forceinline__ void load_words(const uint64_t* from, uint64_t& first,
                                            uint64_t& second) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -234,7 +235,7 @@ __device__ __forceinline__ unsigned int load_relaxed(const unsigned int* from) {
   return value;
 }
 
-// Eight numbers of the exchange.
+// Eight numbers read from the exchange.
 struct Eight {
   uint64_t words[4];
   __device__ __forceinline__ void load(const uint64_t* from) {
@@ -251,12 +252,13 @@ struct Eight {
   }
 };
 
-// The eight rows of a tile's first half; those of the second half come `second` eights behind them.
+// The eight rows of a tile's first half; those of the second half follow `second` groups of eight
+// later.
 __device__ __forceinline__ int eight_of(const Step& step, int tile) {
   return step.gated ? tile : 2 * tile;
 }
 
-// A block's tiles of a product are those where (tile + turn) % blocks is its number.
+// A block computes the tiles of a GEMM for which (tile + turn) % blocks is its index.
 __device__ __forceinline__ int first_tile(int turn) {
   const int first = int(blockIdx.x) - turn;
   return first < 0 ? first + int(gridDim.x) : first;

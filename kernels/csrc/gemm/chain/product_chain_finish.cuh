@@ -1,5 +1,5 @@
-// Tiles of product_chain_sm90a.cu when they are multiplied: the warps' sums are added up, and
-// results go to memory and to the exchange.
+// Finishes multiplied tiles of product_chain_sm90a.cu: adds up the warps' sums and stores results
+// to memory and to the exchange.
 #pragma once
 #include "common/epilogue.cuh"
 #include "gemm/chain/product_chain.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ float to_number(unsigned short word) {
   return to_float(*reinterpret_cast<const X*>(&word));
 }
 
-// The warps that finish tiles, in turns.
+// The finisher warps, which take tiles in turn.
 template <typename X, Values VALUES>
 struct Finisher {
   using F = Format<VALUES>;
@@ -32,7 +32,7 @@ struct Finisher {
 
   __device__ __forceinline__ int token() const { return lane % 4; }
 
-  // eight: of the tile's first half.
+  // eight: index of the tile's first group of eight rows.
   __device__ __forceinline__ void load_constants(Constants& to, const Step& step, int eight) const {
     const auto bias = static_cast<const unsigned short*>(step.given.bias);
 #pragma unroll
@@ -65,7 +65,7 @@ struct Finisher {
     }
   }
 
-  // The sums of all warps, of the lane's token and its rows.
+  // Adds up the sums of all warps for the lane's token and rows.
   __device__ __forceinline__ void add_up(uint32_t buffer, float (&values)[2]) const {
     Sum total[2] = {};
     uint2 parts[kWarps];
@@ -97,8 +97,8 @@ struct Finisher {
       for (int second = 0; second < 2; ++second)
         v[second] = activate(v[second], given.activation) + to_number<X>(residual[second]);
     }
-    // Rows g and g + 1: a lane of an even g has those of the first half of the tile, its neighbour
-    // those of the second.
+    // Exchanges rows g and g + 1: a lane with even g gets those of the first half of the tile, its
+    // neighbour those of the second.
     const float other = __shfl_xor_sync(kAll, g % 2 ? v[0] : v[1], 4);
     const uint32_t pair = g % 2 ? pack<X>(other, v[1]) : pack<X>(v[0], other);
     if (token() >= chain.tokens || (step.gated && g % 2)) return;
@@ -108,27 +108,27 @@ struct Finisher {
     if (step.stores) *reinterpret_cast<uint32_t*>(static_cast<X*>(given.out) + at) = pair;
   }
 
-  // Counts tiles of this warp. all: 0, or of the last product the number of all tiles.
+  // Counts finished tiles of this warp. all: the number of all tiles for the last GEMM, else 0.
   __device__ __forceinline__ void count(unsigned int tiles, unsigned int all) const {
     if (lane != 0 || tiles == 0) return;
     if (!all) {
       asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(chain.counters), "r"(tiles)
                    : "memory");
     } else if (atomicAdd(chain.counters, tiles) + tiles == all) {
-      chain.counters[0] = 0;  // only blocks that have tiles still to finish look at it
+      chain.counters[0] = 0;  // only blocks that still have tiles to finish read it
       chain.counters[1] = launch;
     }
   }
 
   __device__ __forceinline__ void run() {
     unsigned int all = 0;
-    int number = 0, turn = 0;  // of the block's tiles, as the consumers count
+    int number = 0, turn = 0;  // index of the block's tiles, as counted by the consumers
     for (int i = 0; i < chain.count; ++i) {
       const Step& step = chain.steps[i];
       int tile = first_tile(turn);
       turn = (turn + step.tiles) % int(gridDim.x);
       const int others =
-          (which + kFinishers - number % kFinishers) % kFinishers;  // tiles before its own
+          (which + kFinishers - number % kFinishers) % kFinishers;  // tiles before this warp's
       const int of_block = tile < step.tiles ? ceil_div(step.tiles - tile, gridDim.x) : 0;
       tile += others * gridDim.x;
       const int apart = kFinishers * gridDim.x;

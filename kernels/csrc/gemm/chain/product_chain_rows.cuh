@@ -1,5 +1,5 @@
-// Rows of x of product_chain_sm90a.cu: every block waits for them, normalises them, rounds them for
-// weights in 8 and 4 bit, and leaves them in its shared memory.
+// Rows of x for product_chain_sm90a.cu: every block waits for them, normalises them, quantises them
+// for weights in 8 and 4 bit, and stores them in its shared memory.
 #pragma once
 #include "common/row_norm.cuh"
 #include "gemm/chain/product_chain.cuh"
@@ -17,9 +17,9 @@ struct Rows {
   unsigned int launch;
   int lane, warp;
   int token, first, apart;  // the thread has the vectors first, first + apart, ... of a token's row
-  uint32_t to, to_group;    // where the first goes, and the sum of its group
+  uint32_t to, to_group;    // address of the first vector, and of the sum of its group
   int number = 0;           // of the product
-  unsigned int before = 0;  // tiles of earlier products
+  unsigned int before = 0;  // tiles of earlier GEMMs
 
   __device__ __forceinline__ Rows(const Chain& given, const Places& at, unsigned int its_launch,
                                   int own_lane, int own_warp)
@@ -43,7 +43,7 @@ struct Rows {
 
   __device__ __forceinline__ bool has() const { return token < chain.tokens; }
 
-  // Over the warps of a token. which: 0 or 1, other shared memory each.
+  // Sums over the warps of a token. which: 0 or 1, each with separate shared memory.
   __device__ __forceinline__ float team_sum(float value, int which) const {
     value = warp_sum(value);
     if (lane == 0) store_shared(places.words(which * kWarps + warp), __float_as_uint(value));
@@ -75,7 +75,7 @@ struct Rows {
     return largest;
   }
 
-  // Stores 8 inputs of a column where the consumers find them. All lanes take part.
+  // Stores 8 inputs of a column in the consumers' layout. All lanes must call it.
   __device__ __forceinline__ void store_eight(uint2 eight, uint32_t at, bool valid) const {
     if constexpr (F::k4Bit) {
       eight = in_granule_order(eight, lane);
@@ -87,10 +87,11 @@ struct Rows {
     }
   }
 
-  // How a row is rounded. A row with NaN or infinity has the scale NaN and any values.
+  // The quantisation of a row. A row with NaN or infinity has the scale NaN and arbitrary values.
   struct Scaling {
     float scale, inverse;
-    float by, correction;  // of an exact division; 0 where that would leave float32's range
+    // inverse scale of an exact division; 0 if it would leave float32's range
+    float by, correction;
     __device__ __forceinline__ explicit Scaling(unsigned int largest) {
       constexpr float kLimit = VALUES == kOperandFp8 ? 448.0f : 127.0f;
       const float most = __uint_as_float(largest);
@@ -119,7 +120,7 @@ struct Rows {
   }
 
   // Quantise 8 numbers, or split them into high and low parts. The low parts are remainders of
-  // products with the inverse, not of exact quotients.
+  // multiplications by the inverse, not of exact quotients.
   static __device__ __forceinline__ void round_eight(const uint4& words, const Scaling& scaling,
                                                      uint2& high, uint2& low) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum's last byte is the nearest integer
@@ -150,9 +151,9 @@ struct Rows {
     }
   }
 
-  // Calls body(vector, i) for the thread's vectors, which are those from `from` on, in all lanes of
-  // a warp that has one. The array is rotated through words[0] so that `body` is instantiated once:
-  // unrolled copies, each run once per product, would miss the instruction cache.
+  // Calls body(vector, i) for the thread's vectors from `from` on, in all lanes of a warp that has
+  // one. The array is rotated through words[0] so that `body` is instantiated once: unrolled
+  // copies, each run once per GEMM, would miss the instruction cache.
   template <int HELD, typename Body>
   __device__ __forceinline__ void each_held(uint4 (&words)[HELD], int from, int pieces,
                                             Body body) const {
@@ -175,7 +176,7 @@ struct Rows {
     return to + which * apart * chain.columns * 8 * F::kXBytes;
   }
 
-  // Rounds the thread's vector `which`. All lanes take part.
+  // Quantises the thread's vector `which`. All lanes must call it.
   __device__ __forceinline__ void round_and_store(const Scaling& scaling, const uint4& words,
                                                   int which, bool valid) const {
     uint2 high, low = {};
@@ -193,7 +194,7 @@ struct Rows {
     }
   }
 
-  // Waits until all tiles before this product are finished, or nearly so.
+  // Waits until all tiles of earlier GEMMs are finished, or nearly so.
   __device__ __forceinline__ void wait_for_tiles() const {
     if (warp == 0 && lane == 0) {
       while (before && load_relaxed(chain.counters) + kEarly < before) {
@@ -203,7 +204,8 @@ struct Rows {
     sync_consumers();
   }
 
-  // The thread's vectors from `from` on of a token's row. meanwhile(): called while they come.
+  // Loads the thread's vectors of a token's row, from `from` on. meanwhile(): called while they are
+  // in flight.
   template <int HELD, typename Meanwhile>
   __device__ __forceinline__ void load_row(uint4 (&words)[HELD], const Step& step, int from,
                                            int pieces, Meanwhile meanwhile) const {
@@ -231,7 +233,7 @@ struct Rows {
     }
   }
 
-  // The rows of x that a thread can hold: normalised where there is a norm, rounded, stored.
+  // Rows of x that fit in registers: normalised if there is a norm, quantised, stored.
   template <int HELD, bool CENTRED>
   __device__ __forceinline__ void load_held(const Step& step) const {
     const int pieces = step.given.inputs / 8;
@@ -247,7 +249,7 @@ struct Rows {
     }
     wait_for_tiles();
     auto load_norm = [&](int p) {
-      w = {}, b = {};  // what lies behind the row stays 0
+      w = {}, b = {};  // the padding after the row stays 0
       if (!weight || p >= pieces) return;
       w = __ldg(weight + p);
       if (CENTRED) b = __ldg(bias + p);
@@ -301,8 +303,8 @@ struct Rows {
     });
   }
 
-  // store(how): leaves the rounded row of the token in shared memory. largest: of the thread's
-  // numbers, as two of 16 bits.
+  // store(how): stores the token's quantised row in shared memory. largest: maximum of the thread's
+  // numbers, as two 16-bit numbers.
   template <typename Store>
   __device__ __forceinline__ void finish(unsigned int largest, Store store) const {
     largest = max(largest & 0xffffu, largest >> 16);
@@ -312,7 +314,7 @@ struct Rows {
     sync_consumers();
   }
 
-  // Longer rows, without a norm: those that are rounded are read twice.
+  // Longer rows, without a norm; if quantised, they are read twice.
   __device__ __forceinline__ void load_long(const Step& step) const {
     const int pieces = step.given.inputs / 8;
     wait_for_tiles();
@@ -349,8 +351,8 @@ struct Rows {
     });
   }
 
-  // The rows that product `number` reads, in shared memory. before: tiles of the products before
-  // it.
+  // Prepares the rows that GEMM `number` reads, in shared memory. before: number of tiles of
+  // earlier GEMMs.
   __device__ __forceinline__ void load(const Step& step, int its_number,
                                        unsigned int tiles_before) {
     number = its_number, before = tiles_before;

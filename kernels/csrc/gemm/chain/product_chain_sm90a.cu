@@ -1,29 +1,28 @@
-// Products of 1 to 4 tokens, each of the result of the one before it, in one launch, with weights
-// in 16, 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the
-// next layer's projection to queries, keys and values.
+// GEMMs of 1 to 4 tokens in one launch, each reading the result of the one before it, with weights
+// in 16, 8 or 4 bit: in a decoder layer, attention's output projection, the MLP, and the next
+// layer's projection to queries, keys and values.
 //
 // One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
-// warps that finish tiles. The producer copies the weights of all products through one ring of
-// shared memory, so that memory stays busy while the consumers wait for the other blocks between
-// two products. A tile is 16 rows of a weight, as twice 8 rows; of SwiGLU, 8 gate rows and their 8
-// up rows. Tiles are dealt round-robin, continuing from product to product. A stage is a tile times
-// some inputs; the teams take turns at the stages, whose inputs their warps share, and multiply
-// them by mma.sync: weights are the 16 rows of that instruction, columns of x its 8 columns. The
+// finisher warps. The producer copies the weights of all GEMMs through one ring of shared memory,
+// so that memory stays busy while the consumers wait for other blocks between two GEMMs. A tile is
+// two groups of 8 weight rows; with SwiGLU, 8 gate rows and their 8 up rows. Tiles are assigned
+// round-robin, continuing from GEMM to GEMM. A stage is a tile times some inputs. The teams
+// alternate in consuming stages; the warps of a team share a stage's inputs and multiply by
+// mma.sync, with weights as the 16 rows of the instruction and tokens as its 8 columns. The
 // finishers add up the warps' sums and apply the epilogue.
 //
-// Results that a later product reads go through the exchange in global memory: words of two numbers
-// and the launch's number. A fence would wait for all copies in flight, microseconds; a word that
-// has this launch's number is whole without one. A product has begun in a block when it has all
-// words of the one before it, which is therefore finished everywhere. A counter of finished tiles
-// tells when it is worth while to look at the words. Every block normalises the rows of x for
-// itself, and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/formats/quantized.py
-// says.
+// Results that a later GEMM reads pass through the exchange in global memory: words of two numbers
+// and the launch's number. A fence would wait microseconds for all copies in flight; a word with
+// this launch's number is complete without one. A block begins a GEMM when it has all words of the
+// one before it, which is therefore finished everywhere. A counter of finished tiles tells when
+// polling the words is worthwhile. Every block normalises the rows of x itself and, for weights in
+// 8 and 4 bit, quantises them to int8 or E4M3 as defined by kernels/formats/quantized.py.
 //
-// A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
-// lane has the sums of one token.
+// A token takes columns 2 t and 2 t + 1, one for each int8 part of x, or only the first: so a lane
+// holds the sums of one token.
 //
-// Weights in 16 and 8 bit are rows; a box is 128 bytes of 8 rows, in the swizzle of 128 bytes.
-// Weights in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
+// Weights in 16 and 8 bit are stored in rows; a box is 128 bytes of 8 rows, with the 128-byte
+// swizzle. Weights in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
 //
 // Bytes moved: all weights, once.
 // Bench: python -m tridecode.kernels.bench product_chain
@@ -48,7 +47,8 @@ struct Producer {
   int slot = 0, parity = 1, issued = 0;
   int oldest = 0, oldest_parity = 0;  // the slot of the oldest copy in flight
 
-  // Granules of four places side by side: values of both eights, then their groups.
+  // Loads four granules side by side: values of both groups of eight rows, then their scales and
+  // zeros.
   __device__ __forceinline__ void copy_granules_of(const Step& step, int first, int unit, int units,
                                                    char* to, uint64_t policy) const {
     const int lane = threadIdx.x % 32;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 constexpr int kHeaderWords = 32;  // of the exchange
 constexpr int kAlignment = 1024,
-              kDeclared = 2048;  // bytes: of the ring, of what the kernel declares
+              kDeclared = 2048;  // bytes of the ring, and of the kernel's static shared memory
 
 // Bytes of shared memory for rows of x and the sums of their groups.
 template <Values VALUES>
@@ -191,7 +191,7 @@ int check_step(const Step& step, int number) {
   return 0;
 }
 
-// bytes: of a row, which is mapped as 16-bit numbers.
+// bytes: length of a row, which is mapped as 16-bit numbers.
 int encode_rows(CUtensorMap* map, const tridecode_chain_step& step, int bytes, int boxes) {
   const cuuint64_t sizes[] = {64, cuuint64_t(step.outputs), cuuint64_t(bytes / 128)};
   const cuuint64_t strides[] = {cuuint64_t(bytes), 128};
@@ -227,12 +227,13 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
     step.tiles = given[i].outputs / 16, step.second = step.gated ? given[i].outputs / 16 : 1;
     if (int status = check_step(step, i)) return status;
     step.stores = true;
-    for (int j = i - 1; j >= 0; --j) {  // the last one before it that writes what it reads
+    for (int j = i - 1; j >= 0; --j) {  // the last earlier GEMM that writes its input
       Step& earlier = chain.steps[j];
       if (given[i].x == given[j].out && !step.x_words) step.x_words = earlier.out_words;
       if (given[i].residual && given[i].residual == given[j].out && !step.residual_words)
         step.residual_words = earlier.out_words;
-      if (given[i].out == given[j].out) earlier.stores = false;  // stores are not ordered
+      // stores of different GEMMs are not ordered
+      if (given[i].out == given[j].out) earlier.stores = false;
     }
     step.out_words = words;
     words += int64_t(task->tokens) * (given[i].outputs / (step.gated ? 4 : 2));
@@ -259,7 +260,7 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
         return fail("%s: %d tokens of %d inputs leave no room for weights", name, chain.tokens,
                     most_inputs);
       chain.stages = most;
-      // a barrier tells the parity of a slot's round alone: no team may be a round ahead of a copy
+      // a barrier tells only the parity of a slot's round: no team may be a round ahead of a copy
       const int room = chain.stages - kTeams;
       chain.in_flight = room < kInFlight ? room : kInFlight;
       chain.x_bytes = most_inputs * F::kXBytes * chain.columns;

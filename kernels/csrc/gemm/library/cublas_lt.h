@@ -1,6 +1,5 @@
-// Declarations of the part of cuBLASLt that gemm_library.cu uses, so that its headers are not
-// needed to build; torch has loaded the library. Values are those of cublasLt.h, the same in CUDA
-// 12 and 13.
+// Declarations of the part of cuBLASLt that gemm_library.cu uses, so that the build does not need
+// its headers; torch has loaded the library. Values are those of cublasLt.h in CUDA 12 and 13.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <library_types.h>
@@ -31,7 +30,7 @@ enum DescAttribute {
 // kAlignmentA is followed by those of B, C and D.
 enum PreferenceAttribute { kWorkspaceBytes = 1, kReductionMask = 3, kAlignmentA = 5 };
 constexpr uint32_t kReduceInFloat32 = 2;  // partial sums of a split are of the compute type
-enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kBias = 4, kGelu = 32 };  // GELU: by tanh
+enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kBias = 4, kGelu = 32 };  // GELU: tanh form
 
 struct Algorithm {
   uint64_t data[8];

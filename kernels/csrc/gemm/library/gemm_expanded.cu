@@ -1,8 +1,8 @@
-// out = activation(x * weight^T + bias) + residual by cuBLASLt, of a weight in 8 or 4 bit: some of
-// its outputs at a time are expanded to 16 bit in scratch memory and multiplied.
+// out = activation(x * weight^T + bias) + residual by cuBLASLt for a weight in 8 or 4 bit: pieces
+// of its outputs are dequantised to 16 bit in scratch memory and multiplied.
 //
-// Up to about 1,500 tokens the GPU waits for the host: descriptors are made once for all pieces of
-// the same size, and nothing is looked up between two launches.
+// Up to about 1,500 tokens the GPU waits for the host, so descriptors are created once for all
+// pieces of a size, and nothing is looked up between two launches.
 //
 // Bytes moved: those of expand_weight.cu, the expanded weight, and for each piece x and its out.
 // Bench: python -m tridecode.kernels.bench two_parts
@@ -20,14 +20,14 @@ T* advanced(T* from, int64_t bytes) {
   return from ? static_cast<Byte*>(from) + bytes : nullptr;
 }
 
-// Outputs first to first + count - 1 of the weight, to scratch memory.
+// Dequantises outputs first to first + count - 1 of the weight to scratch memory.
 int expand(const Task& task, int first, int count, void* stream) {
   if (!task.weight_format)
     return tridecode_expand_rows(task.weight, advanced(task.packed, int64_t(first) * task.inputs),
                                  task.weight_scales + first, count, task.inputs, task.dtype,
                                  stream);
   const int chunks = ceil_div(task.inputs, granule_inputs(WeightFormat(task.weight_format)));
-  const int64_t granules = int64_t(first / kGranuleRows) * chunks;  // of the outputs before
+  const int64_t granules = int64_t(first / kGranuleRows) * chunks;  // bytes of the outputs before
   GemmTask part = {};
   part.out = task.weight, part.out_stride = task.inputs;
   part.inputs = task.inputs, part.outputs = count, part.dtype = task.dtype;
@@ -39,7 +39,7 @@ int expand(const Task& task, int first, int count, void* stream) {
   return tridecode_expand_weight(&part, stream);
 }
 
-// Their product.
+// Multiplies them.
 LibraryTask product_of(const Task& task, int first, int count, void* found) {
   const int64_t columns = int64_t(first) * (task.out_float32 ? 4 : 2);
   LibraryTask part = {};
@@ -55,7 +55,7 @@ LibraryTask product_of(const Task& task, int first, int count, void* found) {
   return part;
 }
 
-// Pieces of `size` outputs from task.done to stop.
+// Runs pieces of `size` outputs from task.done to stop.
 int run(const Task& task, int size, int stop, void* found, void* stream) {
   if (*task.done >= stop) return 0;
   LibraryProduct product;

@@ -1,11 +1,11 @@
 // out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32.
 //
 // Rounded once, unless out is the residual: cuBLAS' kernels for Hopper then round the product with
-// its bias before they add it. torch's products may add the parts of a split sum in 16 bit.
-// kernels/gemm/cublas.py binds the functions of the library that torch has loaded, and keeps the
+// its bias before adding it. torch's GEMMs may add the partial sums of a split in 16 bit.
+// kernels/gemm/cublas.py binds the functions of the library that torch has loaded, and caches the
 // algorithms.
 //
-// cuBLAS counts by columns: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,
+// cuBLAS is column-major: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,
 // tokens), and a bias is added to each column of out^T.
 // Bench: python -m tridecode.kernels.bench linear
 #include "common/epilogue.cuh"

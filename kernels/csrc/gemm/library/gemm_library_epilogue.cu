@@ -1,5 +1,5 @@
-// out = activation(product + bias) + residual: the epilogue of a cuBLAS product. Sums of 8-bit
-// operands, int32 or float32, are multiplied by a scale of their column and one of their row first.
+// out = activation(product + bias) + residual: the epilogue of a cuBLAS GEMM. Sums of 8-bit
+// operands, int32 or float32, are first multiplied by the scales of their column and row.
 // Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads for SwiGLU.
 // Bench: python -m tridecode.kernels.bench step
 #include "common/epilogue.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_product(const int* from, float (&values)[WI
   for (int i = 0; i < WIDTH; ++i) values[i] = float(__float_as_int(values[i]));
 }
 
-// scales: of all columns of product; row_scales: of its rows; null: neither.
+// scales: one per column of product; row_scales: one per row; null: neither.
 template <typename X, typename Product, typename Out, int WIDTH>
 __global__ void gemm_library_epilogue(Out* out, const Product* product, const X* bias,
                                       const X* residual, const float* scales,
@@ -103,7 +103,7 @@ int tridecode_gemm_library_epilogue(void* out, const void* product, const void* 
   return for_dtype(dtype, "gemm_library_epilogue", [&](auto zero) {
     using X = decltype(zero);
     if (product_format == 2 && !scales)
-      return fail("gemm_library_epilogue: a product in int32 wants scales");
+      return fail("gemm_library_epilogue: an int32 product needs scales");
     if (product_format == 2 && out_float32) return run<X, int, float>(given, stream);
     if (product_format == 2) return run<X, int, X>(given, stream);
     if (product_format == 1 && out_float32) return run<X, float, float>(given, stream);

@@ -1,5 +1,5 @@
-// A product by cuBLASLt: its descriptors, made once for products that differ in their addresses
-// alone. gemm_library.cu defines it and holds the library's functions.
+// A GEMM by cuBLASLt: its descriptors, created once for GEMMs that differ only in addresses.
+// gemm_library.cu defines it and holds the library's functions.
 #pragma once
 #include "api.h"
 #include "gemm/library/cublas_lt.h"
@@ -15,10 +15,10 @@ class LibraryProduct {
   LibraryProduct& operator=(const LibraryProduct&) = delete;
   ~LibraryProduct();
 
-  // First of all. The functions return a status whose text tridecode_error() gives.
+  // Must be called first. The functions return a status whose text tridecode_error() returns.
   int describe(const LibraryTask& task);
   int find(const LibraryTask& task);
-  // The task that was described, or one with other addresses.
+  // Runs the task that was described, or one with other addresses.
   int run(const LibraryTask& task, cudaStream_t stream);
 
  private:

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// words[i] of lane t becomes words[t] of lane i, among 4 lanes.
+// Transposes among 4 lanes: words[i] of lane t becomes words[t] of lane i.
 __device__ __forceinline__ void transpose4x4(uint32_t (&words)[4], int t) {
 #pragma unroll
   for (int bit = 1; bit < 4; bit *= 2) {
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kWarps * 32)
   } else if (row < task.outputs) {
     scale = __ldg(task.weight_scales + row);
   }
-  wait_for_predecessor();  // which may still read what is overwritten
+  wait_for_predecessor();  // which may still read the memory that is overwritten
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + first;
-  // Of 32 inputs, lane t has words of inputs 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, and stores inputs
-  // 8 t to 8 t + 7: the words of four lanes are transposed.
+  // Of 32 inputs, lane t holds words of inputs 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, and stores
+  // inputs 8 t to 8 t + 7: the words of four lanes are transposed.
 #pragma unroll
   for (int step = 0; step < kSteps; step += 2) {
     uint32_t own[4];
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(256) expand_rows(X* out, const uint4* values, 
   }
   const uint4 words = load_stream(values + i);
   const float scale = __ldg(scales + i / row_vectors);
-  wait_for_predecessor();  // which may still read what is overwritten
+  wait_for_predecessor();  // which may still read the memory that is overwritten
   uint32_t pairs[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {

@@ -7,16 +7,16 @@
 // stage of the ring has 128 inputs: a granule of every 8 rows (packed_weight.cuh), its words of
 // scale and zero, and x.
 //
-// A consumer loads 16 bytes of a row of the granule and expands them to int8, value - zero, which
-// are wgmma's operand in registers: x has its inputs in the order of a granule's half bytes, so
-// that an expansion is a mask and a subtraction. The int32 sums of a group are exact; with the
-// group's scale they are added to float32 sums.
+// A consumer loads 16 bytes of a row of the granule and expands them to int8 (value - zero) as
+// wgmma's register operand: the inputs of x are in the order of a granule's half bytes, so that
+// expanding takes a mask and a subtraction. The int32 sums of a group are exact; times the group's
+// scale they are added to float32 accumulators.
 //
-// Of a split tile, warp w of every block sends its sums to one block, whose warp w finishes these
-// 16 rows for all tokens: 8 / split warps of a block finish.
+// For a split tile, warp w of every block sends its sums to one block, whose warp w finishes these
+// 16 rows for all tokens: 8 / split warps of a block finish rows.
 //
-// Two blocks fit on a multiprocessor. With few tokens all blocks of a product are
-// resident at once, and the next product's weights fill their ring meanwhile.
+// Two blocks fit on a multiprocessor. With few tokens all blocks of a GEMM are resident at once,
+// and the next GEMM's blocks already fill their rings with weights.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -28,7 +28,7 @@ namespace tridecode {
 namespace {
 
 constexpr int kWarps = 4 * kGroups;             // consumers
-constexpr int kInt4Threads = 32 * kWarps + 32;  // and the producer warp
+constexpr int kInt4Threads = 32 * kWarps + 32;  // plus the producer warp
 constexpr int kChunkInputs = 128;
 constexpr int kLargestSplit = kWarps;
 
@@ -157,8 +157,8 @@ __device__ __forceinline__ void add_up_chunks(float (&sums)[N / 4], int chunks, 
   }
 }
 
-// Adds up the sums of a warp's rows over the blocks of a cluster. False: another block finishes
-// these rows.
+// Adds up the sums of a warp's rows over the blocks of a cluster. Returns false if another block
+// finishes these rows.
 template <int N>
 __device__ __forceinline__ bool exchange_rows(float (&sums)[N / 4], char* received,
                                               uint64_t* all_received, int rank, int split) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool exchange_rows(float (&sums)[N / 4], char* receiv
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = kWarps / split;
   const int owner = warp / each;
   uint64_t* const barrier = all_received + warp;
-  auto place = [&](int from) {  // of the sums of block `from`
+  auto place = [&](int from) {  // address of the sums of block `from`
     const int sender = from < owner ? from : from - 1;
     return received + (sender * each + warp % each) * S::kSent + lane * 16;
   };
@@ -191,12 +191,12 @@ __device__ __forceinline__ bool exchange_rows(float (&sums)[N / 4], char* receiv
   return true;
 }
 
-// The epilogue of a warp's 16 rows. The lane has rows g and g + 8 of tokens 2 t and 2 t + 1 of
-// every 8; transposed, outputs 2 t and 2 t + 1 of each 8 of token g.
+// The epilogue of a warp's 16 rows. The lane holds rows g and g + 8 of tokens 2 t and 2 t + 1 of
+// every 8; after transposing, outputs 2 t and 2 t + 1 of each 8 of token g.
 template <typename X, Mode MODE>
 struct FinishRows {
   const GemmTask& task;
-  int column, second;  // the first output of the rows g, and of the rows g + 8 (not of SwiGLU)
+  int column, second;  // the first output of rows g, and of rows g + 8 (without SwiGLU)
   bool has, has_second;
   bool rotates;
   float biases[2];
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kInt4Threads, 2)
   const float unit = symmetric ? 1.0f / (254 * 16) : 1.0f / 254;
   for (int i = threadIdx.x; i < S::kTokens; i += 32 * kWarps)
     scales[i] = token + i < task.tokens ? task.x_scales[token + i] * unit : 0.0f;
-  constexpr bool kEarly = S::kEightTokens <= 2;  // there are registers for it during the mainloop
+  constexpr bool kEarly = S::kEightTokens <= 2;  // registers suffice for it during the mainloop
   typename F::Extra extras[S::kEightTokens];
   auto load_extras = [&] {
 #pragma unroll

@@ -9,7 +9,7 @@
 //
 // A consumer warp group dequantises 64 rows of a chunk to int8 in registers, multiplies them with
 // both parts of N tokens, and adds the exact int32 sums of the chunk, times the group's scale, to
-// float32 accumulators. Meanwhile instructions of the other chunk or of the other warp group run.
+// float32 accumulators, while wgmmas of the other chunk or of the other warp group run.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_int4_stages(const CUtensorMap* weight_map,
   }
 }
 
-// group_multiply_add_bytes for 128 columns, too.
+// group_multiply_add_bytes for 128 columns.
 template <int N>
 __device__ __forceinline__ void multiply_add_columns(int (&c)[N / 2], const uint32_t (&a)[4],
                                                      uint64_t b, int add) {
@@ -145,7 +145,7 @@ struct Int4Products {
       asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
   }
 
-  // c = the products of a chunk, once its group has waited for them.
+  // Issues c = the products of a chunk; valid once its group has waited for them.
   __device__ __forceinline__ void multiply(int (&c)[N], const uint32_t (&a)[4][4], int chunk) {
     const uint64_t b = descriptor(base + stage * S::kStageBytes + chunk * S::kXBytes, 1024);
     group_fence();
@@ -164,8 +164,8 @@ struct Int4Products {
     }
   }
 
-  // sums = those of `steps` stages. While the instructions of a chunk run, the next one is expanded
-  // and the one before is added to the sums.
+  // sums = those of `steps` stages. While the wgmmas of a chunk run, the next chunk is expanded and
+  // the previous one is added to the sums.
   __device__ __forceinline__ void add_up(float (&sums)[N / 2], int steps, int group) {
     static_assert(S::kChunks == 2, "the two sets of registers are those of a stage's two chunks");
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
@@ -206,7 +206,7 @@ struct Int4Products {
     scales[0] = scale_of<X>(loaded.group[0]), scales[1] = scale_of<X>(loaded.group[1]);
   }
 
-  // Waits for all instructions but those of the last group; after that these sums may be read.
+  // Waits for all wgmmas except those of the last group, after which these sums may be read.
   static __device__ __forceinline__ void wait_for_older(int (&c)[N]) {
     wait_groups<1>();
 #pragma unroll
@@ -214,7 +214,7 @@ struct Int4Products {
   }
 };
 
-// The scales of a tile's tokens in shared memory: `to` is the warp group's.
+// Loads the scales of a tile's tokens to shared memory; `to` belongs to the warp group.
 template <int N>
 __device__ __forceinline__ void load_token_scales(float* to, const GemmTask& task, int token,
                                                   int group) {
@@ -267,7 +267,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                                 empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
+      const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
       if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
       const int helped = threadIdx.x / 32 % 4 - 1;
       if (helped >= 0 && helped < kGroups) signal_partial(task, division, cluster, helped);

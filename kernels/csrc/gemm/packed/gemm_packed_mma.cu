@@ -1,18 +1,18 @@
 // out = epilogue(norm(x) * weight^T) for 1 to 8 tokens and weights in 8 or 4 bit, by mma.sync. Each
-// weight is read once, as it is stored.
+// weight is read once, in its packed form.
 //
-// As gemm_mma.cu: the weights are the 16-row operand of the instruction and go straight from memory
-// to registers, where a lane expands them; a warp has kRing granules of two times 8 rows in flight,
-// also across tiles, and issues the first ones before it waits for the kernel that computes x. x is
-// stored in shared memory in the order in which the lanes need it.
+// As in gemm_mma.cu, the weights are the 16-row operand of the instruction and are loaded from
+// memory directly to registers, where a lane expands them; a warp keeps kRing granules of two times
+// 8 rows in flight, also across tiles, and issues the first ones before it waits for the kernel
+// that computes x. x is stored in shared memory in the lanes' order.
 //
-// Persistent blocks, at most two per multiprocessor, deal with units of a tile of 16 weight rows
-// times one slice of the inputs; the warps share the inputs of a slice. Sums of several slices meet
-// in scratch memory, where the last block to arrive adds them up in order.
+// Persistent blocks, at most two per multiprocessor, process units of 16 weight rows (a tile) times
+// one slice of the inputs; the warps share the inputs of a slice. Sums of several slices are stored
+// in scratch memory, and the last block to arrive adds them up in order.
 //
-// Scales of rows multiply the finished sums. Of groups the values, each plus a bias, are summed
-// first; then the bias and the zero are taken off by the sum of the group's inputs, and the scale
-// multiplies what is left.
+// Row scales multiply the finished sums. Within a group, the biased values are summed first; bias
+// and zero, times the sum of the group's inputs, are then subtracted, and the group's scale
+// multiplies the difference.
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kStepInputs = 2048;                   // that the warps take at once
+constexpr int kStepInputs = 2048;                   // granules that the warps take at once
 constexpr int kRows = 16;                           // of a tile
 constexpr int kMaxTokens = 8;                       // columns of the instruction
 constexpr int kBuffers = 2;                         // of the warps' sums
@@ -45,7 +45,7 @@ __host__ __device__ constexpr int ring_of(WeightFormat format) {
   return kStepInputs / kWarps / granule_inputs(format);
 }
 
-// Blocks of a multiprocessor, for the sake of registers.
+// Blocks per multiprocessor, which bounds the registers.
 __host__ __device__ constexpr int resident_blocks(int groups, Mode mode) {
   return groups == 4 || mode == kQkv ? 1 : 2;
 }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
       }
     }
   };
-  int ahead = begin, ahead_chunk = 0;  // what the ring loads next
+  int ahead = begin, ahead_chunk = 0;  // next load of the ring
   auto advance = [&]() {
     ahead_chunk += kRing;
     if (ahead_chunk == warp_chunks) {
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
   }
   wait_for_predecessor();
 
-  // ---- x in shared memory: 32 inputs of a token are four pieces of 16 bytes. First each piece has
-  // 8 inputs in order; then piece t has, in word j, inputs 8 j + 2 t and the next.
+  // ---- x in shared memory: 32 inputs of a token are four pieces of 16 bytes. At first each piece
+  // holds 8 inputs in order; then word j of piece t holds inputs 8 j + 2 t and the next.
   const int pieces = warp_chunks * kWarps * (kInputs / 8);
   auto piece_of = [&](int p, int token) { return xs + (p / 4 * tokens + token) * 4 + p % 4; };
   auto load_x = [&](int slice) {

@@ -2,15 +2,15 @@
 // tokens.
 //
 // Work is divided as in gemm_sm90_stream_k.cu: a cluster of two blocks computes a tile of 256
-// weight rows times N tokens, stream-K where tiles do not fill the device. A stage of the ring has
+// weight rows times N tokens, by stream-K if tiles do not fill the device. A stage of the ring has
 // 128 inputs: granules of the weight (packed_weight.cuh), the scales and zeros of their groups, and
 // the tokens' inputs. Each block loads half of the inputs and multicasts it to both.
 //
 // The consumers load their share of the granules to registers, dequantise it there, and pass it to
-// wgmma as the register operand (A). While the wgmmas of 64 inputs run, the next 64 are
+// wgmma as the register operand A. While the wgmmas of 64 inputs run, the next 64 inputs are
 // dequantised.
 //
-// Scales of rows multiply the finished sums, those of groups the weights.
+// Row scales multiply the finished sums, group scales the weights.
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once, with few tokens.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -104,7 +104,8 @@ struct PackedProducts {
     if (lane < 2) barrier_arrive_at(empty + at, lane);
   }
 
-  // The operands of 64 inputs of a stage, for each 16 of them. eight: the first of the warp's two.
+  // Dequantises the operands of 64 inputs of a stage, 16 at a time. eight: the first of the warp's
+  // two groups of eight rows.
   __device__ __forceinline__ void expand_half(uint32_t (&a)[4][4], const char* weights, int eight,
                                               int which) {
     const int lane = threadIdx.x % 32;
@@ -147,8 +148,8 @@ struct PackedProducts {
     }
   }
 
-  // add_up of int4 with one group of a granule. The next stage's words are loaded while
-  // instructions of this one run.
+  // add_up for int4 with one group per granule. The next stage's words are loaded while the wgmmas
+  // of this one run.
   __device__ __forceinline__ void add_up_groups(float (&c)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
     uint32_t a[2][4][4];
@@ -188,7 +189,8 @@ struct PackedProducts {
             load(next, eight);
           }
         }
-        wait_groups<1>();  // the operands of the other half are free, and with which = 0 `held`
+        // the operands of the other half are free and, if which = 0, so is `held`
+        wait_groups<1>();
         if (which == 0 && held >= 0) release(held);
       }
     }
@@ -200,7 +202,7 @@ struct PackedProducts {
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
     uint32_t a[2][4][4];
-    int held = -1;  // the stage that instructions in flight still read
+    int held = -1;  // the stage that wgmmas in flight still read
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = 0.0f;
     if constexpr (F == kInt4) {
@@ -222,7 +224,8 @@ struct PackedProducts {
         for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
           group_multiply_add_registers<X, N>(c, a[which][k], b + 2 * k);
         commit_group();
-        wait_groups<1>();  // the operands of the other half are free, and with which = 0 `held`
+        // the operands of the other half are free and, if which = 0, so is `held`
+        wait_groups<1>();
         if (which == 0 && held >= 0) release(held);
       }
       held = stage;
@@ -233,7 +236,7 @@ struct PackedProducts {
   }
 };
 
-// The scales of the lane's rows, as Finish::load_biases finds the rows.
+// Loads the scales of the lane's rows, which are found as in Finish::load_biases.
 template <Mode MODE>
 __device__ __forceinline__ void load_scales(float (&scales)[2], const GemmTask& task, int column) {
   constexpr bool kPairs = MODE == kGated || MODE == kQkvRotary;
@@ -276,7 +279,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                                      empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
+      const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
       if (index >= 0)
         Finish<X, N, MODE>::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
       const int helped = threadIdx.x / 32 % 4 - 1;

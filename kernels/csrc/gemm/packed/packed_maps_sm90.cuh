@@ -12,7 +12,7 @@ constexpr int kEights = kBlockRows / kGranuleRows;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Loads the granules, or the words of their groups, of the 128 rows from `row` on, in the order of
+// Loads the granules of the 128 rows from `row` on, or the words of their groups, in the order of
 // encode_packed.
 template <Mode MODE>
 __device__ __forceinline__ void copy_packed(void* to, const CUtensorMap* map, int chunk, int row,

@@ -1,8 +1,8 @@
-// Weights in 8 or 4 bit: the arrangement that kernels/formats/packed_weight.py makes of a matrix,
-// and how a lane turns what it has loaded into operands of the matrix instructions.
+// Weights in 8 or 4 bit: the layout that kernels/formats/packed_weight.py produces, and the
+// conversion of a lane's words to operands of the matrix instructions.
 //
 // A granule is 8 rows times 64 inputs in 8 bit, or 128 in 4 bit: 512 bytes. Granules of the same 8
-// rows follow each other. Lane 4 g + t of a warp takes 16 bytes of a granule, four words: its share
+// rows are consecutive. Lane 4 g + t of a warp takes 16 bytes of a granule, four words: its share
 // of row g. A word of 8-bit values is a step of 16 inputs: bytes 0 and 2 are inputs 2 t and 2 t +
 // 1, bytes 1 and 3 inputs 2 t + 8 and 2 t + 9. A word of 4-bit values is two steps: half byte i and
 // half byte i + 4 are those pairs of the first step (i = 0, 1) and of the second (i = 2, 3).
@@ -48,20 +48,20 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
 
 // ---------------------------------------------------------------- 8 bit
 
-// Bytes 0 and 2 of a word as numbers.
+// Converts bytes 0 and 2 of a word to numbers.
 template <typename X, WeightFormat F>
 __device__ __forceinline__ uint32_t even_bytes(uint32_t word) {
   if constexpr (F == kInt8 && std::is_same<X, half>::value) {
-    // 0x6480 is 1152, and a step of the last bit is 1
+    // 0x6480 is 1152, and the last bit counts 1
     return subtract_pairs<X>((word & 0x00ff00ffu) ^ 0x64806480u, 0x64806480u);
   } else if constexpr (F == kInt8) {
-    // a bfloat16 has 7 bits: 128 + the low 7 bits, less 128, or 256 where the sign bit is set
+    // a bfloat16 has 7 bits: 128 + the low 7 bits, minus 128, or minus 256 if the sign bit is set
     return subtract_pairs<X>((word & 0x007f007fu) | 0x43004300u,
                              (word & 0x00800080u) | 0x43004300u);
   } else {
     const uint32_t high = word << 8;
     constexpr int kShift = std::is_same<X, half>::value ? 1 : 4;
-    // the exponent's bias is less by 8, or by 120
+    // the exponent's bias is smaller by 8, or by 120
     constexpr uint32_t kScale = std::is_same<X, half>::value ? 0x5c005c00u : 0x7b807b80u;
     return multiply_pairs<X>((high & 0x80008000u) | (high & 0x7f007f00u) >> kShift, kScale);
   }
@@ -72,10 +72,10 @@ __device__ __forceinline__ uint32_t even_bytes(uint32_t word) {
 // Offset added to a 4-bit value and to a group's zero point: 16 to 31 are exact in either dtype.
 constexpr uint32_t kBias = 16;
 
-// Pair `i` of a step of 4-bit values, each plus kBias.
+// Extracts pair `i` of a step of 4-bit values, each plus kBias.
 template <typename X>
 __device__ __forceinline__ uint32_t biased_pair(const uint4& words, int step, int i) {
-  // the value takes the place of the first 4 bits of the mantissa
+  // the value becomes the first 4 bits of the mantissa
   constexpr bool kIsHalf = std::is_same<X, half>::value;
   constexpr int kPlace = kIsHalf ? 6 : 3;
   constexpr uint32_t kMask = kIsHalf ? 0x03c003c0u : 0x00780078u;
@@ -88,8 +88,8 @@ __device__ __forceinline__ uint32_t biased_pair(const uint4& words, int step, in
 
 // ---------------------------------------------------------------- operands
 
-// The scale and the zero of a group of a row of 4-bit weights, from the word that holds both. The
-// zero is biased as the values are.
+// Unpacks the scale and the zero of a row's group of 4-bit weights from the word that holds both.
+// The zero is biased like the values.
 struct Group {
   uint32_t scale, zero;  // twice each
   __device__ __forceinline__ explicit Group(uint32_t word) {
@@ -117,14 +117,14 @@ __device__ __forceinline__ void expand_step(const uint4& words, int step, uint32
 
 // ---------------------------------------------------------------- 4 bit as int8
 
-// The scale of a group and, in each byte, its zero, from the word that has both.
+// Unpacks the scale of a group and, in each byte, its zero, from the word that holds both.
 template <typename X>
 __device__ __forceinline__ float scale_of(uint32_t word) {
   return unpack<X>(word).x;
 }
 template <typename X>
 __device__ __forceinline__ int zero_number(uint32_t word) {
-  constexpr int kPlace = std::is_same<X, half>::value ? 22 : 19;  // of a number from 16 to 31
+  constexpr int kPlace = std::is_same<X, half>::value ? 22 : 19;  // from a number of 16 to 31
   return word >> kPlace & 15;
 }
 template <typename X>
@@ -132,8 +132,8 @@ __device__ __forceinline__ uint32_t zero_of(uint32_t word) {  // four times
   return zero_number<X>(word) * 0x01010101u;
 }
 
-// 8 values of a row as two operands of int8. SYMMETRIC: 16 * (value - 8), else value - zero, where
-// each byte of `above` is 128 - zero: no byte carries.
+// Converts 8 values of a row to two int8 operands. SYMMETRIC: 16 * (value - 8), else value - zero,
+// where each byte of `above` is 128 - zero: no byte carries.
 template <bool SYMMETRIC>
 __device__ __forceinline__ void expand_word(uint32_t word, uint32_t above, uint32_t& first,
                                             uint32_t& second) {

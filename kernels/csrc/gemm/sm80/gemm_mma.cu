@@ -1,16 +1,16 @@
 // out = epilogue(norm(x) * weight^T) for 1 to 8 tokens, by mma.sync. Each weight is read once.
 //
-// The weights are the 16-row operand of the instruction and go straight from memory to its
-// registers: the order of the inputs is free as long as both operands agree, so a lane loads 8
+// The weights are the 16-row operand of the instruction and are loaded from memory directly to
+// registers. The order of the inputs is free as long as both operands agree, so a lane loads 8
 // consecutive weights of a row with one 16-byte load, and x is stored in shared memory in the same
 // order. A warp always has kRing loads of every row in flight, also across tiles, and issues the
 // first ones before it waits for the kernel that computes x.
 //
 // Persistent blocks, at most two per multiprocessor. A unit of work is a tile of 16 weight rows
 // times one slice of the inputs (split-K): the part of x that fits in shared memory. The units,
-// ordered by slice, are dealt out in contiguous runs, so that a block loads x once or twice. The
-// warps share the inputs of a slice; their sums meet in shared memory. Sums of several slices meet
-// in scratch memory, where the last block to arrive adds them up in order.
+// ordered by slice, are assigned in contiguous runs, so that a block loads x once or twice. The
+// warps share the inputs of a slice; their sums are added up in shared memory. Sums of several
+// slices are stored in scratch memory, and the last block to arrive adds them up in order.
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       rows[i] = unsigned(offset / 8);
     }
   };
-  // Blocks begin at different inputs: rows are a power of two apart, so their beginnings share a
+  // Blocks start at different inputs: rows are a power of two apart, so their first inputs share a
   // few memory channels.
   const int shift = blockIdx.x % (warp_chunks / kRing) * kRing;
   auto turned = [&](int chunk_base) { return (chunk_base + shift) % warp_chunks; };
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       ring[slot][i] =
           offset < limit ? load_stream(weights + rows[i] + offset / 8) : make_uint4(0, 0, 0, 0);
   };
-  int ahead = begin, ahead_chunk = 0;  // what the ring loads next
+  int ahead = begin, ahead_chunk = 0;  // next load of the ring
   auto advance = [&]() {
     ahead_chunk += kRing;
     if (ahead_chunk == warp_chunks) {
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       advance();
     }
 
-    // ---- the warps' sums; a row's 8 tokens are rotated, so that neither the writes nor the reads
-    // have bank conflicts
+    // ---- the warps' sums; a row's 8 tokens are rotated, so that neither writes nor reads have
+    // bank conflicts
     float* const buffer = sums + unit % kBuffers * kSums;
     auto place = [&](int row, int token_pair) { return row * 8 + (token_pair ^ row / 4 % 4) * 2; };
 #pragma unroll

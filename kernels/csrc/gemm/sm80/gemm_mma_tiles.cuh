@@ -1,21 +1,21 @@
-// out = epilogue(x * weight^T) for up to 64 tokens, by mma.sync and cp.async: compute capability
-// 7.5 on (there with plain loads, float16), and for operands in 8 bit 8.0 on (int8) or 8.9 on
-// (E4M3). Each weight is read once.
+// out = epilogue(x * weight^T) for up to 64 tokens, by mma.sync and cp.async, from compute
+// capability 7.5 on (there with plain loads, float16); 8-bit operands from 8.0 (int8) or 8.9 (E4M3)
+// on. Each weight is read once.
 //
-// To copies and shared memory a row of 8-bit inputs is one of half as many 16-bit words; the sums
-// are multiplied by the scales of weight and x.
+// Copies and shared memory treat a row of 8-bit inputs as half as many 16-bit words; the sums are
+// multiplied by the scales of weight and x.
 //
 // The weights are the 16-row operand of the instruction, the tokens its columns. A block takes 64
-// weight rows, 16 a warp, and one slice of the inputs (split-K). Weights and x of 128 bytes a row
-// and stage go to shared memory in kStages stages; the first weights are issued before the wait for
-// the kernel that computes x. The order of the inputs is free as long as both operands agree, so a
-// lane reads 16 bytes of a row at once.
+// weight rows, 16 a warp, and one slice of the inputs (split-K). Weights and x, 128 bytes per row
+// and stage, are copied to shared memory in kStages stages; the first weights are issued before the
+// wait for the kernel that computes x. The order of the inputs is free as long as both operands
+// agree, so a lane reads 16 bytes of a row at once.
 //
-// A lane holds two rows of a pair and two tokens, as the epilogue takes them. Sums of several
-// slices meet in scratch memory, where the last block to arrive adds them up in order.
+// A lane holds two rows of a pair and two tokens, as required by the epilogue. Sums of several
+// slices are stored in scratch memory, and the last block to arrive adds them up in order.
 //
-// Bytes moved: outputs * inputs * sizeof(Operand), once. Bench: python -m tridecode.kernels.bench
-// linear
+// Bytes moved: outputs * inputs * sizeof(Operand), once.
+// Bench: python -m tridecode.kernels.bench linear
 #pragma once
 #include <cuda_fp8.h>
 
@@ -47,7 +47,8 @@ __device__ __forceinline__ int place(int row, int piece) {
 template <typename Operand>
 using SumOf = std::conditional_t<std::is_same<Operand, int8_t>::value, int, float>;
 
-// Of 16 bytes of each row. Instructions of E4M3 keep 14 bits of a sum: few inputs each.
+// Multiplies 16 bytes of each row. E4M3 instructions keep 14 bits of a sum, so each sums few
+// inputs.
 template <typename Operand>
 __device__ __forceinline__ void multiply_words(SumOf<Operand> (&c)[4], const uint4& a0,
                                                const uint4& a1, const uint4& b) {
@@ -128,7 +129,8 @@ __global__ void __launch_bounds__(kThreads) gemm_mma_tiles(const __grid_constant
   Sum c[kColumns][4] = {};
   for (int step = 0; step < steps; ++step) {
     wait_copies<kStages - 2>();
-    __syncthreads();  // also: all have read the stage that the next copies overwrite
+    // also ensures that all threads have read the stage that the next copies overwrite
+    __syncthreads();
     copy_weights(step + kStages - 1);
     copy_x(step + kStages - 1);
     commit_copies();
@@ -216,7 +218,7 @@ inline int no_tile(const char* name, const GemmTask& task, Mode mode) {
               int(mode));
 }
 
-// words: of a row, of 16 bits.
+// words: 16-bit words of a row.
 int check_tiles(const char* name, const GemmTask& task, int words) {
   const int steps = ceil_div(words, kStageInputs);
   if (task.tokens > task.tile_tokens || task.split < 1 || task.split > steps || task.norm_weight ||

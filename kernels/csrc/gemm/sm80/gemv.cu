@@ -1,9 +1,9 @@
 // out = epilogue(norm(x) * weight^T) for 1 or 2 tokens, on the CUDA cores: each warp computes two
 // weight rows.
 //
-// Many small blocks that share nothing: as one ends the next takes its place, also across kernels,
-// so that the memory stays busy. The first weights are loaded before the wait for the kernel that
-// computes x. Each block normalises x for itself, which costs less than a norm kernel.
+// Many small independent blocks: when one ends, the next takes its place, also across kernels, so
+// that memory stays busy. The first weights are loaded before the wait for the kernel that computes
+// x. Each block normalises x itself, which costs less than a norm kernel.
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) gemv(const __grid_constant__ GemmTas
   for (int token = 0; token < TOKENS; ++token)
     c[token][0] = warp_sum(c[token][0]), c[token][1] = warp_sum(c[token][1]);
   if (lane != 0) return;
-  load_slots<MODE>(task, 0, extra);  // earlier, the registers would cost a resident block
+  load_slots<MODE>(task, 0, extra);  // loaded earlier, the registers would cost a resident block
   constexpr int kSecond = TOKENS - 1;
   float values[2][2] = {{c[0][0], c[0][1]}, {c[kSecond][0], c[kSecond][1]}};
   finish<X, MODE>(task, pair, 0, values, extra);

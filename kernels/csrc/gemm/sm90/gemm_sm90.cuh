@@ -13,7 +13,7 @@ constexpr int kBlockRows = 64 * kGroups;
 // numbers.
 constexpr int kStageInputs = 64;
 constexpr int kBuffers = 2;       // of results, per warp group
-constexpr int kPartStages = 2;    // of a part of E4M3 sums: 256 inputs
+constexpr int kPartStages = 2;    // stages of a partial E4M3 sum: 256 inputs
 constexpr int kScaleBlock = 128;  // rows of a block of E4M3 with one scale; its columns are a stage
 
 // N: tokens of a tile, of PARTS rows of x each.
@@ -25,8 +25,8 @@ struct Shape {
   static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
   static constexpr int kBufferBytes = kPart * 128;
   static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
-  // Few tokens: leave registers free so that the small kernels that come next become resident
-  // early, on every multiprocessor.
+  // Few tokens: leave registers free so that the next, small kernels become resident early on every
+  // multiprocessor.
   static constexpr bool kSlim = kColumns <= 64;
   static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
   static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;

@@ -11,7 +11,7 @@
 namespace tridecode {
 namespace {
 
-// The most inputs whose sums an int32 holds: 127 * 127 each.
+// Maximum inputs whose sum of products, up to 127 * 127 each, fits in int32.
 constexpr int kMostInputs = 1 << 17;
 
 // Changes the task to the 16-bit rows that are loaded.

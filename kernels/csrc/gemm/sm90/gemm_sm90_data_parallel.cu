@@ -2,8 +2,8 @@
 // tiles of 32 or 64 weight rows, over all inputs, so that blocks share no sums.
 //
 // A producer warp keeps a ring of TMA loads of weights and x in flight, which fills the shared
-// memory of the multiprocessor; two consumer warp groups take the pipeline stages in turns. The
-// weights are the columns of the instruction and the tokens its 64 rows. Up to 8 tokens are
+// memory of the multiprocessor; two consumer warp groups alternate in consuming pipeline stages.
+// The weights are the columns of the instruction and the tokens its 64 rows. Up to 8 tokens are
 // repeated in all eight groups of 8 rows; the sums of rows without a token are not read.
 //
 // The ring fills with weights before the wait for the kernel that computes x.
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float* const sums = reinterpret_cast<float*>(base + stages * stage_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Blocks begin at different inputs: rows are a power of two apart, so their beginnings share a
+  // Blocks start at different inputs: rows are a power of two apart, so their first inputs share a
   // few memory channels.
   const int shift = int(int64_t(blockIdx.x) * division.steps / gridDim.x);
   auto turned = [&](int step) {
@@ -121,11 +121,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int g = lane / 4, t = lane % 4;
   wait_for_predecessor();
 
-  // an item: two rows and two tokens
+  // an item is two rows and two tokens
   const int items = ROWS / 2 * ((task.tokens + 1) / 2);
   const int x_group_bytes = x_bytes == 8 * 128 ? 0 : 1024;  // 0: the same 8 tokens again
   const int group = warp / 4;
-  int begun = 0;  // stages of the tiles before
+  int begun = 0;  // stages of earlier tiles
   for (int tile = blockIdx.x; tile < division.tiles; tile += gridDim.x, begun += division.steps) {
     auto pair_of = [&](int item) { return tile * (ROWS / 2) + item % (ROWS / 2); };
     auto token_of = [&](int item) { return item / (ROWS / 2) * 2; };
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_slots<MODE>(task, token_of(threadIdx.x), extra);
     }
     float c[ROWS / 32][16];
-    int held = -1;  // the stage that instructions in flight still read
+    int held = -1;  // the stage that wgmmas in flight still read
     const int first_step = (group + begun) % kGroups;
     for (int step = first_step; step < division.steps; step += kGroups) {
       const int index = begun + step, stage = index % stages;
@@ -217,7 +217,7 @@ int run(const GemmTask& task, void* stream) {
   division.steps = ceil_div(task.inputs, kStageBlocks<ROWS> * kBlockInputs);
   division.x_bytes = task.tile_tokens * 128;
   const int stage_bytes = kStageBytes + kStageBlocks<ROWS> * division.x_bytes;
-  // 1 KiB for alignment; 8 KiB behind the last x, whose rows 16 to 63 are read and ignored
+  // 1 KiB for alignment; 8 KiB after the last x, whose rows 16 to 63 are read and ignored
   const int rest = 1024 + kGroups * task.tokens * ROWS * 4 + 8 * 1024;
   const int room = (device().shared_bytes - 2048 - rest) / stage_bytes;
   division.stages = room < kMaxStages ? room : kMaxStages;

@@ -10,7 +10,7 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Of E4M3 in blocks: where the scales of a run of stages begin.
+// Block-scaled E4M3: where the scales of a run of stages begin.
 struct StageScales {
   const GemmTask& task;
   int first = 0, second = 0;  // in block_scales, for the columns of c[4 j] and c[4 j + 2]
@@ -20,11 +20,11 @@ struct StageScales {
 // The epilogue of a warp group's part of a tile. A column is an output.
 //
 // Results are staged in shared memory for TMA stores: 128 bytes per token, 64 columns; or 64 bytes
-// per token, 32 columns, followed, with a rotation, by all tokens' columns of the other half of the
+// per token, 32 columns, followed, if rotated, by all tokens' columns of the other half of the
 // head.
 //
 // SCALED: the sums are of 8-bit operands and are multiplied by weight_scales and x_scales first.
-// ROUNDS: of up to 64 tokens, keys and values are rounded for an 8-bit cache.
+// ROUNDS: keys and values of up to 64 tokens are quantised for an 8-bit cache.
 template <typename X, int N, Mode MODE, bool SCALED = false, bool ROUNDS = true>
 struct Finish {
   using S = Shape<N>;
@@ -52,7 +52,7 @@ struct Finish {
   static_assert(!kRounds || kParts == 1);
   int slots[kHeads && kSlotsAhead ? N / 16 : 1];
 
-  // The first column of this warp group in the block whose rows begin at `row`.
+  // The first column of this warp group in the block whose rows start at `row`.
   __device__ __forceinline__ int first_column(int row) const {
     if (MODE == kGated) return row / 2 + group * 32;
     if (MODE != kQkvRotary) return row + group * 64;
@@ -168,8 +168,8 @@ struct Finish {
     ++used;
   }
 
-  // For the cache, a thread has 8 columns, the same of every 16th token of a part: the first
-  // column, the first token, and where they are in shared memory.
+  // For the cache, a thread handles the same 8 columns of every 16th token of a part: the first
+  // column, the first token, and their address in shared memory.
   static constexpr int kCachedTokens = S::kPart / 16;
   __device__ __forceinline__ int cached_column(int column) const {
     const int piece = threadIdx.x % 8;
@@ -185,12 +185,11 @@ struct Finish {
     token += cached_token() + 16 * at;
     return token < task.tokens ? task.kv_slots[token] : -1;
   }
-  // The place in the cache of the thread's token 16 * at of a tile.
+  // The cache slot of the thread's token 16 * at of a tile.
   __device__ __forceinline__ int slot_of(int token, int at) const {
     return kSlotsAhead ? slots[at] : load_slot(token, at);
   }
-  // Loads the places before the mainloop: after it they would queue behind what the next kernel
-  // loads.
+  // Loads the slots before the mainloop: after it they would queue behind the next kernel's loads.
   __device__ __forceinline__ void load_slots(int column, int token) {
     if (!kHeads || !kSlotsAhead || cached_column(column) / task.head_size < task.heads) return;
 #pragma unroll
@@ -224,8 +223,8 @@ struct Finish {
   }
 
   // Quantises the keys and values of a part in shared memory for an 8-bit cache, and replaces them
-  // by their dequantised values. Heads of 64 dims are those of a warp group, heads of
-  // 128 those of the block's two.
+  // by their dequantised values. A head of 64 dims belongs to one warp group, a head of 128 to both
+  // of the block.
   template <typename C>
   __device__ __forceinline__ void round_heads(char* part, uint32_t (&largest)[kGroups][S::kPart],
                                               int column, int token, Rounded& rounded) {
@@ -234,7 +233,7 @@ struct Finish {
 #pragma unroll(kTogether)
     for (int i = 0; i < kCachedTokens; ++i) {
       const uint4 words = *reinterpret_cast<const uint4*>(part + cached_place(i));
-      uint32_t both = 0, most;  // 16-bit numbers without their signs are in the order of magnitudes
+      uint32_t both = 0, most;  // 16-bit numbers without their sign are ordered by magnitude
 #pragma unroll
       for (int j = 0; j < 4; ++j) both = __vmaxu2(both, get(words, j) & 0x7fff7fffu);
       most = __float_as_uint(unpack<X>(max(both & 0xffffu, both >> 16)).x);
@@ -266,9 +265,10 @@ struct Finish {
     }
   }
 
-  // False: the part has no keys and values, or the cache is exact. token: the part's first.
+  // Returns false if the part has no keys and values, or the cache has 16 bits. token: the part's
+  // first.
   __device__ __forceinline__ bool round_part(char* part, int column, int token, Rounded& rounded) {
-    __shared__ uint32_t largest[2][kGroups][S::kPart];  // magnitudes, of a group's dims
+    __shared__ uint32_t largest[2][kGroups][S::kPart];  // magnitudes of a group's dims
     if (task.cache_format == kCacheOfDtype || !caches(column)) return false;
     auto& most = largest[parts_rounded++ % 2];
     if (task.cache_format == kCacheInt8)
@@ -296,7 +296,7 @@ struct Finish {
     asm volatile("bar.sync %0, 256;" ::"n"(2 * kGroups + 1) : "memory");
   }
 
-  // Prefetches into the L2 cache what rotate_all, cache_part and round_part read: thread `index` of
+  // Prefetches the operands of rotate_all, cache_part and round_part into L2: thread `index` of
   // `count`.
   static __device__ __forceinline__ void prefetch_tables(const GemmTask& task, int index,
                                                          int count) {
@@ -409,7 +409,7 @@ struct Finish {
       x_scales[i] = token + i < task.tokens ? task.x_scales[token + i] : 0.0f;
   }
 
-  // SCALED: the products' sums from those of the 8-bit numbers.
+  // SCALED: multiplies the sums of 8-bit numbers by their scales.
   __device__ __forceinline__ void scale_all(float (&c)[N / 2], int token) {
     const int t = threadIdx.x % 4;
     if (x_scales) group_sync(group);
@@ -424,7 +424,7 @@ struct Finish {
     }
   }
 
-  // Bias and activation; SwiGLU's product takes the place of the gate.
+  // Applies bias and activation; SwiGLU's result replaces the gate.
   __device__ __forceinline__ void activate_all(float (&c)[N / 2]) {
     if (task.bias) {
 #pragma unroll

@@ -2,18 +2,17 @@
 // tokens and few weight rows: every tile is shared by SPLIT clusters in equal
 // parts.
 //
-// Tiles, loads and mainloop are those of gemm_sm90_stream_k.cuh, whose division
-// of steps is even where there are SPLIT clusters per tile. There the cluster
-// with a tile's first inputs finishes the tile, while the others are done; here
-// each finishes a SPLIT-th of the tokens. The sums that it needs are left by
-// the others in scratch memory, all at about the same time, and are added in
-// the order of the inputs.
+// Tiles, loads and mainloop are those of gemm_sm90_stream_k.cuh, whose division of steps is even
+// with SPLIT clusters per tile. There, the cluster with a tile's first inputs finishes the tile
+// while the others are done; here each finishes a SPLIT-th of the tokens. The others store the sums
+// that it needs in scratch memory, all at about the same time, and it adds them in the order of the
+// inputs.
 //
 // Clusters of a tile wait for each other, so all must be resident at once.
 //
-// Bytes moved: outputs * inputs * sizeof(Operand), once, and 4 * tokens *
-// outputs * (SPLIT - 1) twice, to the L2 cache and back. Bench: python -m
-// tridecode.kernels.bench linear, w8a8
+// Bytes moved: outputs * inputs * sizeof(Operand), once, and 4 * tokens * outputs * (SPLIT - 1)
+// twice, to the L2 cache and back.
+// Bench: python -m tridecode.kernels.bench linear, w8a8
 #pragma once
 #include "gemm/sm90/gemm_sm90_stream_k.cuh"
 
@@ -22,9 +21,8 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A counter of the clusters of a tile: each adds one when its sums are written,
-// and one when it has seen all of these. The last resets it for the next
-// launch.
+// A counter of the clusters of a tile: each adds one when its sums are written, and one when it has
+// seen all clusters' sums. The last one resets it for the next launch.
 template <int SPLIT>
 __device__ __forceinline__ void meet(unsigned int* counter, int group) {
   group_sync(group);
@@ -38,8 +36,8 @@ __device__ __forceinline__ void meet(unsigned int* counter, int group) {
   group_sync(group);
 }
 
-// sums: of the share of the tokens that this cluster finishes, over all of the
-// tile's clusters. tokens: of the tile; shares beyond them are left out.
+// sums: for the tokens that this cluster finishes, over all of the tile's clusters. tokens: those
+// of the tile; shares beyond them are skipped.
 template <int N, int SPLIT>
 __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
                                                 float (&sums)[N / 2 / SPLIT], const GemmTask& task,
@@ -99,7 +97,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, kTokens, kPlain, kScaled>;
   using S = Shape<N>;
-  static_assert(!S::kSlim, "a warp group has the registers of a whole tile");
+  static_assert(!S::kSlim, "a warp group holds a whole tile in registers");
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
@@ -174,7 +172,7 @@ int divided_evenly(const char* what, const GemmTask& task, Run run) {
         task.split > division.steps || mode != kPlain)
       return fail("%s: %d clusters for %d tiles of %d stages, split %d, epilogue %d", what,
                   division.clusters, tiles, division.steps, task.split, int(mode));
-    if (2 * division.clusters > device().multiprocessors)  // clusters wait for each other
+    if (2 * division.clusters > device().multiprocessors)  // because clusters wait for each other
       return fail("%s: %d clusters of two blocks; %d multiprocessors", what, division.clusters,
                   device().multiprocessors);
     return run(mode, division);

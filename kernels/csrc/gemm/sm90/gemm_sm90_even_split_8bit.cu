@@ -1,13 +1,14 @@
 // out = epilogue(weight_scales * x_scales * (x * weight^T)): gemm_sm90_even_split.cuh with 8-bit
-// operands (gemm_sm90_8bit.cuh). Bench: python -m tridecode.kernels.bench w8a8
+// operands (gemm_sm90_8bit.cuh).
+// Bench: python -m tridecode.kernels.bench w8a8
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_even_split.cuh"
 
 namespace tridecode {
 namespace {
 
-// (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, which has two sets
-// of sums, has tiles of 128 tokens.
+// (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, with its two sets of
+// accumulators, has tiles of 128 tokens.
 #define TRIDECODE_INSTANCES(_) _(128, kPlain, 4) _(256, kPlain, 4)
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Loads the weights of a stage of a block whose rows begin at `row`, in the order of encode_weight.
+// Loads the weights of a stage of a block whose rows start at `row`, in the order of encode_weight.
 template <Mode MODE>
 __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, int input, int row,
                                             int head_size, uint64_t* barrier, uint64_t policy) {
@@ -22,8 +22,8 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
   }
 }
 
-// In one thread: the barriers of a ring of pipeline stages, which the consumer warps of `sharers`
-// blocks release, and of the warp groups' buffers. fence_barriers() follows.
+// Initialises, in one thread, the barriers of a ring of pipeline stages, which the consumer warps
+// of `sharers` blocks release, and of the warp groups' buffers. Call fence_barriers() after it.
 template <int STAGES>
 __device__ __forceinline__ void initialize_ring(uint64_t* full, uint64_t* empty, uint64_t* arrived,
                                                 int sharers) {
@@ -49,7 +49,7 @@ struct Products {
   uint64_t* empty;
   int stage = 0, parity = 0;
 
-  // Called by every lane: this warp no longer reads the stage.
+  // Releases a stage that this warp no longer reads. Called by every lane.
   __device__ __forceinline__ void release(int at) {
     const int lane = threadIdx.x % 32;
     if (SHARERS > 1) {
@@ -63,7 +63,7 @@ struct Products {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);
   }
-  // Of 8 columns the high parts of 8 tokens, of the next 8 their low parts.
+  // 8 columns hold the high parts of 8 tokens, the next 8 their low parts.
   static __device__ __forceinline__ void to_floats(float (&c)[N / 2], const int (&sums)[N]) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
@@ -72,13 +72,13 @@ struct Products {
     }
   }
 
-  // c = the sums of `steps` stages. scales: of E4M3 in blocks those of these stages.
+  // c = the sums of `steps` stages. scales: for block-scaled E4M3, those of these stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group,
                                          const StageScales& scales) {
     constexpr bool kTwo = std::is_same<Operand, TwoParts>::value;
     if constexpr ((kTwo || std::is_same<Operand, int8_t>::value) && !ONE_TILE) {
-      // Zeros: else the registers of the last tile's sums would count as read by the first
-      // instruction, and be kept beside c until then.
+      // Zeroed: otherwise the registers of the last tile's sums would count as read by the first
+      // instruction, and be kept alive until then.
       int sums[kTwo ? N : N / 2] = {};
       add_up_all(sums, steps, group);
       to_floats(c, sums);
@@ -98,8 +98,8 @@ struct Products {
     }
   }
 
-  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages
-  // are added up here. A group waits for its instructions while those of the other one run.
+  // E4M3: the tensor cores keep about 14 bits of their sums, so the sums of kPartStages stages are
+  // added up here. A group waits for its wgmmas while those of the other one run.
   __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group) {
     float part[N / 2];
 #pragma unroll
@@ -111,11 +111,11 @@ struct Products {
     }
   }
 
-  // Of E4M3 in blocks: the sum of each stage, 128 inputs, has a scale of the weight and of x. For
-  // tokens beyond the last one these are other numbers, and nothing is stored.
+  // Block-scaled E4M3: the sum of each stage, 128 inputs, has a scale of the weight and of x. For
+  // tokens beyond the last one the scales are arbitrary, and nothing is stored.
   __device__ __forceinline__ void add_up_in_blocks(float (&c)[N / 2], int steps, int group,
                                                    const StageScales& scales) {
-    constexpr bool kAhead = N <= 16;  // there are registers to load x's scales ahead
+    constexpr bool kAhead = N <= 16;  // registers suffice to load x's scales ahead
     float part[N / 2], x[N / 4];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = part[i] = 0.0f;
@@ -136,11 +136,11 @@ struct Products {
     }
   }
 
-  // Each stage is released, to the producers of all sharers, when the instructions of the next one
-  // are in flight.
+  // Each stage is released, to the producers of all sharers, when the wgmmas of the next one are in
+  // flight.
   template <typename Sum, int COUNT>
   __device__ __forceinline__ void add_up_all(Sum (&c)[COUNT], int steps, int group) {
-    int held = -1;  // the stage that instructions in flight still read
+    int held = -1;  // the stage that wgmmas in flight still read
     for (int step = 0; step < steps; ++step) {
       barrier_wait(full + stage, parity);
       const char* const weights = base + stage * S::kStageBytes;
@@ -197,8 +197,8 @@ struct Maps {
   CUtensorMap weight, x, out = {}, residual = {}, groups = {};
 };
 
-// All but the weight. x_rows: of a TMA load of x; part: tokens of a store of out and a load of the
-// residual.
+// Encodes all maps except the weight's. x_rows: rows of a TMA load of x; part: tokens of a store of
+// out and a load of the residual.
 int encode_rows(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
   const int width = mode == kGated || mode == kQkvRotary ? 32 : 64;
   const int columns = mode == kGated ? task.outputs / 2 : task.outputs;

@@ -4,10 +4,10 @@
 // A block computes 128 weight rows, 64 per consumer warp group, times all tokens. A cluster of 1 to
 // 3 blocks splits the inputs of a tile. Each block then finishes the sums of its share of the
 // tokens, which the other blocks send to its shared memory: no partial sums pass through global
-// memory, and no block waits for one that computes another tile first.
+// memory, and no block waits for one that must first compute another tile.
 //
-// The ring fills with weights before the wait for the kernel that computes x. What the epilogue
-// needs (bias, residual, angles) is loaded before the mainloop.
+// The ring fills with weights before the wait for the kernel that computes x. The epilogue's
+// operands (bias, residual, angles) are loaded before the mainloop.
 //
 // Bytes moved: outputs * inputs * sizeof(Operand), once.
 // Bench: python -m tridecode.kernels.bench linear
@@ -19,7 +19,7 @@ namespace {
 
 template <int N, int SPLIT, int PARTS = 1>
 struct SplitShape {
-  // Blocks that finish a share of the tokens, at least 16 each.
+  // Number of blocks that finish a share of the tokens, at least 16 each.
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
   static constexpr int kTokens = N / kFinishers;
   static constexpr int kShare = kTokens / 2;  // of a thread's sums
@@ -66,8 +66,8 @@ __device__ __forceinline__ void copy_part(const CUtensorMap* weight_map, const C
   }
 }
 
-// The sums of this block's share of the tokens over all blocks' parts of the inputs, added in the
-// order of the blocks. False: this block has no share.
+// Adds up the sums of this block's share of the tokens over all blocks' parts of the inputs, in the
+// order of the blocks. Returns false if this block has no share.
 template <int N, int SPLIT>
 __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
                                          float (&sums)[SplitShape<N, SPLIT>::kShare],
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
       copy_part<MODE, S>(&weight_map, &x_map, task, row, first, last, base, full, empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
+      const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
       if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
     }
     __syncwarp();

@@ -5,11 +5,11 @@
 // inputs of the weight for its own block, and half of the tokens' inputs, multicast to both.
 // SwiGLU's gate and up rows alternate in groups of 8, so that a thread holds both of a pair.
 //
-// Few tokens are bound by memory bandwidth: with stream_k every cluster takes the same number of
+// With few tokens, memory bandwidth bounds: with stream_k every cluster takes the same number of
 // stages, whatever tile they belong to. A tile that several clusters share is finished by the one
-// that has its first inputs. Finishing is the last thing that a cluster does; its partial sums of
-// another cluster's tile are the first. Without stream_k each cluster takes whole tiles, those of a
-// wave close together.
+// that has its first inputs. A cluster computes its partial sums of another cluster's tile first
+// and finishes its own tile last. Without stream_k each cluster takes whole tiles, those of a wave
+// close together.
 //
 // The ring fills with weights before the wait for the kernel that computes x. Results and the
 // residual pass through shared memory, where they are transposed from weight rows to tokens.
@@ -95,7 +95,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       copy_stages<S, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
+      const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
       if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
       const int helped = threadIdx.x / 32 % 4 - 1;
       if (helped >= 0 && helped < kGroups) signal_partial(task, division, cluster, helped);

@@ -8,7 +8,7 @@ namespace tridecode {
 namespace {
 
 // (tokens of a tile, epilogue). gemm_table.py chooses among them. SwiGLU stores groups of 32
-// tokens. E4M3, which has two sets of sums, has tiles of up to 128 tokens.
+// tokens. E4M3, with its two sets of accumulators, has tiles of up to 128 tokens.
 // clang-format off
 #define TRIDECODE_INSTANCES(_)                                                                      \
   _(16, kPlain) _(32, kPlain) _(64, kPlain) _(128, kPlain) _(256, kPlain)                           \

@@ -1,6 +1,6 @@
-// How clusters of two blocks share the tiles of a product: the parts that a cluster computes, in
-// order, and the sums of a tile that several clusters have parts of. For gemm_sm90_stream_k.cuh
-// and gemm_packed_sm90.cu.
+// How clusters of two blocks share the tiles of a GEMM: the parts that a cluster computes, in
+// order, and the partial sums of tiles that several clusters share. For gemm_sm90_stream_k.cuh and
+// gemm_packed_sm90.cu.
 #pragma once
 #include "gemm/sm90/gemm_sm90_mainloop.cuh"
 
@@ -14,7 +14,7 @@ struct Division {
   int steps;     // of a tile: pipeline stages
   int near;      // row tiles whose token tiles are taken together
   int clusters;  // launched
-  bool shared;   // stream-K: tiles are shared by clusters, each takes the same number of steps
+  bool shared;   // stream-K: clusters share tiles, and each takes the same number of steps
 
   // The first step of a cluster, counted over all tiles.
   __host__ __device__ int first_step(int cluster) const {
@@ -34,7 +34,7 @@ struct Part {
   int tile, row_tile, token_tile, begin, end;
 };
 
-// The parts of a cluster, one after the other.
+// Iterates over the parts of a cluster.
 struct Walk {
   int next, last;
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool has_second_half(const Part& part, const GemmTask
   return part.token_tile * N + N / 2 < task.tokens;
 }
 
-// The stages of a cluster in order, as the producer loads them.
+// Iterates over the stages of a cluster, in the producer's order.
 struct Stages {
   Walk walk;
   Part part;
@@ -95,7 +95,7 @@ struct Stages {
 
 // ---------------------------------------------------------------- sums that clusters share
 
-// A cluster writes the partial sums of one part at most: the first of its walk. They are stored per
+// A cluster writes partial sums of at most one part, the first of its walk. They are stored per
 // thread, in register order.
 template <int N>
 __device__ __forceinline__ float4* partial_of(const GemmTask& task, int cluster, int group) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ unsigned int* flag_of(const GemmTask& task, int clust
   return task.counters + (cluster * 2 + cluster_rank()) * kGroups + group;
 }
 
-// The flag is set by an idle warp: the fence before it takes microseconds while TMA loads are in
-// flight, and the mainloop goes on.
+// An idle warp sets the flag: the fence before it takes microseconds while TMA loads are in flight,
+// and the mainloop continues meanwhile.
 template <int N>
 __device__ __forceinline__ void write_partial(const float (&c)[N / 2], const GemmTask& task,
                                               int cluster, int group) {
