@@ -1,4 +1,6 @@
-"""The operations of a model: contracts in ops.py, meaning in reference.py, speed in cpu.py and cuda.py."""
+"""The operations of a model: contracts in ops.py, definitions in reference.py, fast implementations in cpu.py
+and cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def select(device: torch.device, batch_invariant: bool = False) -> Ops:
-    """The operations for a device: CUDA kernels on a GPU, torch's libraries on a CPU.
+    """Return the operations for a device: CUDA kernels on a GPU, torch's libraries on a CPU.
 
-    batch_invariant: see Cpu; ignored on a GPU.
-    TRIDECODE_OPS=reference runs plain torch on either, which tells an error of a kernel from one of a model.
+    batch_invariant: see Cpu; ignored on a GPU. TRIDECODE_OPS=reference selects plain torch on either, which
+    separates a kernel's errors from a model's.
     """
     if os.environ.get("TRIDECODE_OPS") == "reference":
         return Reference()
     if device.type == "cuda":
-        from tridecode.kernels.cuda import Cuda  # imports the binding of the built library
+        from tridecode.kernels.cuda import Cuda  # imported here: it loads the binding of the built library
 
         return Cuda(device)
     return Cpu(batch_invariant)

@@ -1,6 +1,6 @@
 """Compile kernels/csrc into kernels/lib: `python -m tridecode.kernels.build [--arch 90|all|native]`.
 
-The build needs nvcc alone. Files are compiled in parallel, one per processor, and objects are kept under the
+The build needs only nvcc. Files are compiled in parallel, one per processor, and objects are cached by the
 hash of their sources and flags. A kernel that spills registers fails the build unless SPILLS names its file.
 """
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / "libtridecode_kernels.so"
 API = SOURCES / "api"
 
-#: the targets of `--arch all`; the last one also as PTX, for later GPUs
+#: targets of `--arch all`; the last one also as PTX, for later GPUs
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 FLAGS = [
     "-O3",
@@ -34,7 +34,7 @@ FLAGS = [
     "-fPIC,-fvisibility=hidden",
     f"-I{SOURCES}",
 ]
-#: spilled bytes that are allowed, by file: known, and outside the loops that matter
+#: allowed bytes of spills, by file: known, and outside the hot loops
 SPILLS = {
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 32,
@@ -52,7 +52,7 @@ class BuildError(RuntimeError):
 
 
 def nvcc() -> str:
-    """The compiler's path: $NVCC, $CUDA_HOME/bin/nvcc or the one on the PATH. Raises BuildError."""
+    """Return the compiler's path: $NVCC, $CUDA_HOME/bin/nvcc or the one on the PATH. Raises BuildError."""
     candidates = [
         os.environ.get("NVCC"),
         os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"),
@@ -69,7 +69,7 @@ def nvcc() -> str:
 
 
 def targets(arch: str) -> list[str]:
-    """nvcc's -gencode arguments for "all", "native" or a number such as "90"."""
+    """Return nvcc's -gencode arguments for "all", "native" or a number such as "90"."""
     if arch == "native":
         import torch
 
@@ -104,23 +104,23 @@ def build(arch: str = "all", jobs: int | None = None) -> Path:
 
 
 def sources(pattern: str = "*") -> list[Path]:
-    """The files below csrc whose name matches, in the order of their paths."""
+    """Return the files below csrc whose name matches, ordered by path."""
     return sorted(path for path in SOURCES.rglob(pattern) if path.is_file())
 
 
 def source(name: str) -> Path:
-    """The one file below csrc with this name: names are unique across its folders."""
+    """Return the file below csrc with this name; names are unique across its folders."""
     (found,) = sources(name)
     return found
 
 
 def api_header() -> str:
-    """The C ABI: the text of all headers in csrc/api."""
+    """Return the C ABI: the text of all headers in csrc/api."""
     return "\n".join(path.read_text() for path in sorted(API.glob("*.h")))
 
 
 def source_hash() -> str:
-    """Twelve hex digits over all files of csrc; library.py compares them with those of the library."""
+    """Return a hash of all files of csrc, twelve hex digits; library.py compares it with the library's."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
@@ -128,7 +128,7 @@ def source_hash() -> str:
 
 
 def _compile(compiler: str, path: Path, codes: list[str], headers: bytes, info: str) -> Path:
-    """The object file of one source, compiled unless it exists."""
+    """Return the object file of one source, compiled unless it exists."""
     flags = [*FLAGS, *codes]
     if "_sm90" in path.stem:
         flags = [*FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]

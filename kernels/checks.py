@@ -1,4 +1,4 @@
-"""Checks before a launch: letters are bound to sizes, and an error names both sides of a mismatch."""
+"""Checks before a launch: letters are bound to sizes, and errors name both sides of a mismatch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayoutError(ValueError):
 def match(operation: str, *tensors: tuple[str, str, Tensor]) -> dict[str, int]:
     """Bind letters to sizes over (letters, name, tensor) triples, e.g. ("TC", "x", x).
 
-    Raises ShapeError such as `norm: out.shape[1] is 32, but C is 64`, LayoutError where the last axis is not
+    Raises ShapeError such as `norm: out.shape[1] is 32, but C is 64`, LayoutError if the last axis is not
     contiguous or devices differ.
     """
     sizes: dict[str, int] = {}
@@ -49,7 +49,7 @@ def match(operation: str, *tensors: tuple[str, str, Tensor]) -> dict[str, int]:
 
 
 def same_dtype(operation: str, *tensors: tuple[str, Tensor]) -> torch.dtype:
-    """The one floating dtype of all tensors. Raises DtypeError naming the two that differ."""
+    """Return the common floating dtype of all tensors. Raises DtypeError that names two that differ."""
     first, dtype = tensors[0][0], tensors[0][1].dtype
     if dtype not in FLOATS:
         raise DtypeError(f"{operation}: {first} is {dtype}; wanted float32, float16 or bfloat16")

@@ -1,23 +1,23 @@
-"""The CPU path: the reference, with float32 products of oneDNN's packed weights.
+"""The CPU implementation: the reference, with float32 GEMMs on oneDNN's packed weights.
 
 Measured on two AVX2 cores, 576 x 1536 float32, GB/s of weight bytes at 1 / 4 / 16 rows: torch.mm 24 / 13 /
 11, packed 42 / 43 / 31; a plain sum over memory reaches 52.
 
-int8 weights stay in 8 bit. They are expanded at each call, _INT8_ROWS outputs at a time, which the caches
-hold. Where the CPU has VNNI and there are rows enough, oneDNN multiplies them with x in three int8 parts, 24
-bits: sums are exact, and errors those of float32. Time over that of packed float32, on a shared core of a
+int8 weights stay in 8 bit. They are dequantised at each call, _INT8_ROWS outputs at a time, which fit in the
+caches. If the CPU has VNNI and there are enough rows, oneDNN multiplies them with x in three int8 parts, 24
+bits: sums are exact, and errors are those of float32. Time over that of packed float32, on a shared core of a
 Zen 5, weights that no cache holds, medians of 3 rounds in turns, at 1 / 2 / 4 / 8 / 16 / 64 rows:
   576 x 1536: expanded 0.96 / 0.83 / 1.48 / 1.57 / 1.78 / 2.15
     three parts        1.29 / 1.48 / 1.18 / 1.17 / 1.10 / 1.11
   2048 x 2048: expanded 0.98 / 1.04 / 1.62 / 1.49 / 1.93 / 1.68
     three parts         1.23 / 0.84 / 0.94 / 0.61 / 1.04 / 0.72
 Two parts, as on a GPU, take 0.91 / 0.90 / 0.77 / 0.66 at 1 / 4 / 16 / 64 rows of the latter, with errors of
-3e-5: they are for x in 16 bit. On an AVX-512 core without VNNI expanded takes 0.74 / 1.43 / 1.31 at 1 / 4 /
-16 rows of the first size and 0.46 / 1.54 / 1.69 of the second, oneDNN's int8 product 200 times as long.
-torch._weight_int8pack_mm goes row by row: 5.6 times at one row. torch's dynamic products (x86) took 0.24 to
-0.42 of float32 with the weight in the caches, but have one scale for all rows of x and 8 bits: 1 % off, and a
-row depends on its neighbours. int4 and fp8 are expanded at load: their values take longer to unpack than
-float32 takes to read.
+3e-5, enough only for x in 16 bit. On an AVX-512 core without VNNI expanded takes 0.74 / 1.43 / 1.31 at 1 / 4
+/ 16 rows of the first size and 0.46 / 1.54 / 1.69 of the second, oneDNN's int8 product 200 times as long.
+torch._weight_int8pack_mm works row by row: 5.6 times at one row. torch's dynamic products (x86) took 0.24
+to 0.42 of float32 with the weight in the caches, but have one scale for all rows of x and 8 bits: 1 % off,
+and a row depends on its neighbours. int4 and fp8 are dequantised at load: unpacking them takes longer than
+reading float32.
 """
 
 from __future__ import annotations
@@ -38,31 +38,30 @@ from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 log = logging.getLogger("tridecode.engine")
 
-#: the number of rows that oneDNN packs for; the layout is as fast for one row, and may be slow without it
+#: number of rows that oneDNN packs for; the layout is as fast for one row, and may be slow without this hint
 _PACKED_ROWS = 16
-#: Numbers of rows that a product runs at: each up to 16, then in growing steps. oneDNN generates code for
-#: each number of rows and never frees it, 0.1 to 0.4 MiB per number and weight shape.
+#: Row counts at which a GEMM runs: each up to 16, then in growing steps. oneDNN generates code for each row
+#: count and never frees it, 0.1 to 0.4 MiB per row count and weight shape.
 _STEPS = ((16, 1), (64, 4), (128, 8), (256, 16), (512, 32))  # up to this many rows, in steps of
 _LARGEST = _STEPS[-1][0]
-#: outputs of an int8 weight that are expanded together; 128 to 2048 were tried
+#: outputs of an int8 weight that are dequantised together; 128 to 2048 were tried
 _INT8_ROWS = 512
-#: rows from which an int8 product takes x in parts, not the weight expanded
+#: rows from which an int8 GEMM splits x into parts instead of dequantising the weight
 _PARTS_ROWS = 3
-#: queries of a prompt that are scored together where results must not depend on how a prompt is cut
+#: queries of a prompt that are scored together if results must not depend on prefill chunks
 _QUERY_TILE = 64
 
 
 def rounded_rows(rows: int) -> int:
-    """The number of rows, at least `rows`, that a product over 1 to _LARGEST of them runs at."""
+    """Return the row count, at least `rows`, at which a GEMM over 1 to _LARGEST rows runs."""
     step = next(step for most, step in _STEPS if rows <= most)
     return -(-rows // step) * step
 
 
 class Cpu(Reference):
-    """kernels.ops.Ops on a CPU. float32 products use packed weights; 16-bit products are torch's.
-
-    batch_invariant: the bits of a sequence's float32 results depend neither on the other sequences of its
-    steps nor on how its prompt is cut into chunks; see docs/design/numerics.md.
+    """kernels.ops.Ops on a CPU. float32 GEMMs use packed weights; 16-bit GEMMs are torch's. batch_invariant:
+    the bits of a sequence's float32 results depend neither on the other sequences of its steps nor on the
+    chunks of its prompt; see docs/design/numerics.md.
     """
 
     def __init__(self, batch_invariant: bool = False) -> None:
@@ -126,15 +125,20 @@ class Cpu(Reference):
 
 
 def keeps_int8(weight: QuantizedWeight, batch_invariant: bool = False) -> bool:
-    """Return whether a weight stays in int8: the others are dequantised at load. torch.mm, which reads it
-    where rows are few or the CPU has no VNNI, gives a row other bits among other numbers of rows."""
+    """Return whether a weight stays in int8; the others are dequantised at load.
+
+    torch.mm, which is used for few rows or without VNNI, is not batch invariant: a row's bits depend on the
+    number of rows.
+    """
     return weight.format == "int8" and weight.group_size == 0 and not batch_invariant
 
 
 def _int8_product(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, out: Tensor
 ) -> None:
-    """x @ weight.T (+ bias) (+ residual) in float32: the scale of an output multiplies its finished sum."""
+    """Compute x @ weight.T (+ bias) (+ residual) in float32; the scale of an output multiplies its finished
+    sum.
+    """
     in_parts = x.shape[0] >= _PARTS_ROWS and multiplies_int8()
     product = _product_in_parts(x, weight) if in_parts else _expanded_product(x, weight)
     product *= weight.scales.t()
@@ -145,12 +149,12 @@ def _int8_product(
 
 @cache
 def multiplies_int8() -> bool:
-    """Return whether this CPU has int8 instructions (VNNI); without them oneDNN's products are slow."""
+    """Return whether this CPU has int8 instructions (VNNI); without them oneDNN's int8 GEMMs are slow."""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
 def _product_in_parts(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """(T, out) float32, without the weight's scales. No row depends on another."""
+    """Return (T, out) float32, without the weight's scales. No row depends on another."""
     values, scales = _int8_parts(x)
     sums = torch._int_mm(values.flatten(0, 1), weight.values.t()).unflatten(0, values.shape[:2])  # exact
     product = sums[-1].float()
@@ -160,11 +164,13 @@ def _product_in_parts(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def _int8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(P, T, C) int8 and (T, 1) float32 scales: x is the sum over p of parts[p] / 254**p, times the scale.
+    """Return (P, T, C) int8 and (T, 1) float32 scales: x is the sum over p of parts[p] / 254**p, times the
+    scale.
 
-    Two parts have 16 bits of the largest number of a row, enough for 16-bit x; three have 24."""
+    Two parts have 16 bits relative to a row's largest number, enough for 16-bit x; three have 24.
+    """
     scales = x.float().abs().amax(-1, keepdim=True) / 127
-    rest = (x / torch.where(scales == 0, 1.0, scales)).nan_to_num_(0.0)  # the scale is not a number either
+    rest = (x / torch.where(scales == 0, 1.0, scales)).nan_to_num_(0.0)  # the scale is NaN, too
     parts = torch.empty(3 if x.dtype == torch.float32 else 2, *x.shape, dtype=torch.int8)
     for part in parts:
         rounded = rest.round()
@@ -187,7 +193,7 @@ def _expanded_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 @cache
 def _say_expanded(format: str, dtype: torch.dtype) -> None:
-    """Once for a format."""
+    """Log once per format."""
     log.warning("%s weights are expanded to %s at load: a CPU computes faster with them", format, dtype)
 
 
@@ -204,9 +210,9 @@ def _packed_product(x: Tensor, linear: Linear, residual: Tensor | None, out: Ten
 
 
 def _with_rows(x: Tensor, size: int) -> Tensor:
-    """x with further rows of any value, `size` in all; no row of a product depends on another.
+    """Return x padded with arbitrary rows to `size` rows; no row of a GEMM depends on another.
 
-    If x is the front of a larger buffer, as in a model's step, the rows are those of the buffer.
+    If x is the front of a larger buffer, as in a model's step, the padding is the rest of the buffer.
     """
     rows, columns = x.shape
     if size == rows:
@@ -219,8 +225,9 @@ def _with_rows(x: Tensor, size: int) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch's attention divides its work by the numbers of threads and rows; one thread makes it independent
-    of both."""
+    """Use one thread within the block: torch's attention divides its work by the numbers of threads and
+    rows.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -230,13 +237,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _tiled_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    """Causal attention of q (H, T, D), the last T positions of k, v: (K, L, D), in tiles of positions.
+    """Return causal attention of q (H, T, D), the last T positions of k, v: (K, L, D), in tiles of positions.
 
-    Every tile begins at a multiple of _QUERY_TILE, so the shapes of its products do not depend on how steps
+    Every tile begins at a multiple of _QUERY_TILE, so the shapes of its GEMMs do not depend on how steps
     divided the positions.
     """
     tokens, length = q.shape[1], k.shape[1]
-    before = (length - tokens) % _QUERY_TILE  # positions of the first tile before q
+    before = (length - tokens) % _QUERY_TILE  # positions of the first tile that precede q
     after = -length % _QUERY_TILE
     q = F.pad(q, (0, 0, before, after))
     k, v = F.pad(k, (0, 0, 0, after)), F.pad(v, (0, 0, 0, after))

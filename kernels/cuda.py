@@ -1,7 +1,7 @@
 """The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
 
 Weights, norms, biases and rope tables are constants: kernels prefetch them before their predecessor has
-finished. Code that changes one in place must synchronise the device before the next operation.
+finished. Code that changes a constant in place must synchronise the device before the next operation.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Cuda:
         tokens: Tensor,
         log_probs: Tensor,
     ) -> None:
-        """`sample` over the vocabulary that the tensor ranks share: see CudaSampling.sample_shared."""
+        """Sample from a vocabulary that the tensor ranks share: see CudaSampling.sample_shared."""
         self._sampling.sample_shared(logits, slots, state, ids, peers, tokens, log_probs)
 
     def candidates(

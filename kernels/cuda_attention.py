@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on an NVIDIA GPU; torch computes what no kernel does."""
+"""Attention over the paged KV cache on an NVIDIA GPU; torch computes the cases without a kernel."""
 
 from __future__ import annotations
 
@@ -80,8 +80,11 @@ class CudaAttention:
     def _prefill_dequantised(
         self, dtype: torch.dtype, heads: Heads, batch: Batch, cache: CacheLayer, fields: dict[str, float]
     ) -> None:
-        """Prefill attention over an 8-bit cache: its blocks are dequantised to scratch memory, whose blocks
-        replace those of the cache. As many rows at a time as the memory holds."""
+        """Compute prefill attention over an 8-bit cache: its blocks are dequantised to scratch memory, which
+        replaces the cache.
+
+        Processes as many rows at a time as fit in the scratch memory.
+        """
         stream, index = self._gpu.stream, batch.block_tables.element_size()
         columns = -(-batch.max_context // cache.block_tokens)
         row_bytes = columns * cache.blocks.stride(0) * dtype.itemsize
@@ -108,14 +111,14 @@ class CudaAttention:
                 "cache": expanded.data_ptr(),
                 "cache_format": 0,
                 "cache_scales": 0,
-                # row `first` has the blocks from 0 on
+                # row `first` uses the blocks from 0 on
                 "block_tables": blocks.data_ptr() - first * columns * index,
                 "table_stride": columns,
             }
             self._gpu.library.prefill_attention(stream, first_row=first, num_rows=last, **given)
 
     def _block_numbers(self, count: int) -> Tensor:
-        """0, 1, 2, ... as block tables."""
+        """Return 0, 1, 2, ... as block tables."""
         if self._numbers.numel() < count:
             self._numbers = torch.arange(count, dtype=torch.int32, device=self._gpu.device)
         return self._numbers
@@ -131,7 +134,8 @@ def _finishes_apart(heads: Heads, product: Linear) -> bool:
 
     An H100's step of one sequence in two runs, inside attention and apart, ms: LLaMA-3-8B bf16 5.17 and 5.22,
     int8 2.82 and 2.85, int4 1.96 and 1.95; BLOOM-7B1, which rotates nothing, fp16 4.91 and 5.00, int8 2.71
-    and 2.79, int4 1.92 and 1.98. Attention begins beside that launch, and rotates little faster.
+    and 2.79, int4 1.92 and 1.98. Attention becomes resident during that launch, and rotating inside saves
+    little.
     """
     rotates_packed = heads.rope is not None and product.kind in ("packed", "int4")
     return heads.changes_qkv or not has_kernel(heads) or rotates_packed
@@ -140,7 +144,7 @@ def _finishes_apart(heads: Heads, product: Linear) -> bool:
 def _attention_fields(
     qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor
 ) -> dict[str, float]:
-    """The fields of tridecode_attention_task that both attentions read."""
+    """Return the fields of tridecode_attention_task that both attentions read."""
     return {
         "out": out.data_ptr(),
         "qkv": qkv.data_ptr(),

@@ -1,4 +1,4 @@
-"""Sampling on an NVIDIA GPU: of a whole vocabulary, and of one that the tensor ranks of a host share."""
+"""Sampling on an NVIDIA GPU: from a whole vocabulary, or from one that the tensor ranks of a host share."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ class CudaSampling:
         tokens: Tensor,
         log_probs: Tensor,
     ) -> None:
-        """`sample` where each rank has the logits of its ids: every rank gets the tokens of the whole rows.
+        """Sample when each rank has the logits of its ids only: every rank gets the tokens of the whole rows.
 
         logits: (R, columns) float32 of this rank's ids; a multiple of 8 columns; those from ids.count on are
-        padding. state: its counts (S, columns) are of this rank's ids; all else is of the whole vocabulary,
-        and the same on all ranks. peers: connected, with room for R rows (`sampled_rows`). Launched by every
-        rank, in the same order, also within a graph. A rank that does not arrive is recorded as `lost` in
-        peers. The log-sum-exp that log_probs and top-p without top-k read is added rank by rank, so in its
-        last bits it may differ from that of `sample`; otherwise the results are the same.
+        padding. state: its counts (S, columns) cover this rank's ids; everything else covers the whole
+        vocabulary and is the same on all ranks. peers: connected, with room for R rows (`sampled_rows`).
+        Launched by every rank, in the same order, also within a graph. A rank that does not arrive is
+        recorded as `lost` in peers. The log-sum-exp used by log_probs and by top-p without top-k is summed
+                rank by rank, so its last bits may differ from those of `sample`; otherwise the results are
+        the same.
         """
         fields = self._sample_fields(logits, slots, state, tokens, log_probs)
         columns = logits.shape[1]

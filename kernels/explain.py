@@ -12,7 +12,7 @@ from tridecode.kernels.bench.shapes import SHAPES
 from tridecode.kernels.gemm.plan import Device
 from tridecode.kernels.gemm.table import choose
 
-#: one GPU per architecture that the table tells apart
+#: one GPU per architecture that the table distinguishes
 DEVICES = {
     "h200": Device(90, 132, 232448, (132, 66, 39)),
     "b200": Device(100, 148, 232448),
@@ -23,7 +23,7 @@ DEVICES = {
 
 
 def lines(preset: str, tokens: list[int], tensor_size: int, device: str) -> Iterator[str]:
-    """The table, a line at a time. ValueError if the ranks cannot share the model's heads."""
+    """Yield the lines of the table. Raises ValueError if the ranks cannot share the model's heads."""
     yield f"{preset}, tensor size {tensor_size}, {device}"
     row = "{:8} {:>6} {:>8} {:>7}   {:24} {:>9} {:>5}  {}".format
     yield row("product", "tokens", "outputs", "inputs", "kernel", "tile", "split", "why")

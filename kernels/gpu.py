@@ -1,4 +1,4 @@
-"""One NVIDIA GPU as the operations see it: the kernel library, scratch memory, and the choice of GEMMs."""
+"""One NVIDIA GPU for the operations: the kernel library, scratch memory, and the choice of GEMMs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Gpu:
         if dependent_launch is None:
             dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
         self.library = Library()
-        torch.zeros(1, device=self.device)  # creates torch's context before the library's
+        torch.zeros(1, device=self.device)  # makes torch create its context before the library does
         properties = torch.zeros(4, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         multiprocessors, self.capability, shared_bytes, shared = properties.tolist()
-        #: shared memory of a prefill attention block, at most; 0: the device's limit, and Hopper's own kernel
+        #: shared memory limit of a prefill attention block; 0: the device's limit, and the Hopper kernel
         self.prompt_shared_bytes = 0
         self.sums = self.bytes(SUM_BYTES)
         self.library_products = LibraryProducts(self.library, self.sums.data_ptr())
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-            setattr(torch.backends.cuda.matmul, name, False)  # process-wide: torch's products sum in float32
+            setattr(torch.backends.cuda.matmul, name, False)  # process-wide: torch's GEMMs sum in float32
         clusters, fp8_library = (0, 0, 0), (False, False)
         operands = self.library.operands
         if self.capability == 90:
@@ -60,7 +60,7 @@ class Gpu:
             self.capability, multiprocessors, shared_bytes, clusters, bool(shared), *fp8_library
         )
         log.info("%s", paths(self.gemm_device))
-        #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
+        #: plans of GEMMs; prompt lengths vary, so the cache is bounded
         self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
         self.choose_packed = lru_cache(maxsize=1 << 14)(partial(choose_packed, device=self.gemm_device))
         self.exchange = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device=self.device)
@@ -76,14 +76,14 @@ class Gpu:
 
     @property
     def stream(self) -> int:
-        """torch's current stream, read at each launch: an older one would escape a graph's capture."""
+        """Return torch's current stream, read at each launch: a stored one would escape a graph's capture."""
         return current_stream(self.device)
 
     def bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
     def arena(self, name: str, size: int) -> Tensor:
-        """A buffer of at least `size` bytes; it grows outside of graph capture only."""
+        """Return a buffer of at least `size` bytes; it grows only outside of graph capture."""
         held = self.arenas.get(name)
         if held is None or held.numel() < size:
             if torch.cuda.is_current_stream_capturing():
@@ -94,7 +94,7 @@ class Gpu:
         return held
 
     def temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """(rows, columns) in the arena `name`, until its next use."""
+        """Return (rows, columns) in the arena `name`, valid until its next use."""
         size = rows * columns * dtype.itemsize
         return self.arena(name, size)[:size].view(dtype).view(rows, columns)
 
@@ -120,14 +120,14 @@ class Gpu:
         )
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """norm(x) in scratch memory, until the next operation."""
+        """Return norm(x) in scratch memory, valid until the next operation."""
         normed = self.temporary("normed", x.shape[0], x.shape[1], x.dtype)
         self.norm(x, norm, normed)
         return normed
 
 
 def plan_fields(plan: Plan) -> dict[str, float]:
-    """The fields of a GEMM task for its tile."""
+    """Return the fields of a GEMM task for its tile."""
     return {
         "tile_outputs": plan.tile_outputs,
         "tile_tokens": plan.tile_tokens,
@@ -142,7 +142,7 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def norm_fields(norm: Norm | None) -> dict[str, float]:
-    """The fields of a GEMM task for the norm that a kernel fuses."""
+    """Return the fields of a GEMM task for the norm that a kernel fuses."""
     if norm is None:
         return {}
     return {"norm_weight": norm.weight.data_ptr(), "norm_bias": pointer(norm.bias), "norm_eps": norm.eps}
@@ -180,7 +180,7 @@ def check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) -
 
 
 def cache_fields(cache: CacheLayer) -> dict[str, float]:
-    """The fields of a task for the cache that it reads or writes."""
+    """Return the fields of a task for the cache that it reads or writes."""
     exact = cache.scales is None
     return {
         "cache": cache.blocks.data_ptr(),

@@ -33,8 +33,8 @@ class Library:
     """Every function of csrc/api without its prefix, e.g. `library.norm(...)`.
 
     A function whose first parameter is a task takes the stream and the task's fields by name, e.g.
-    `library.gemv(stream, out=..., x=...)`; a field that is not given is 0. A status that is not 0 raises
-    KernelError, an unknown field AttributeError.
+    `library.gemv(stream, out=..., x=...)`; omitted fields are 0. A nonzero status raises KernelError, an
+    unknown field AttributeError.
     """
 
     def __init__(self, path: Path = LIBRARY):
@@ -43,7 +43,7 @@ class Library:
             raise KernelError(f"{path} does not exist; {rebuild}")
         self._dll = ctypes.PyDLL(str(path))
         header = api_header()
-        #: the structs of the ABI by name, e.g. for an array of them
+        #: the structs of the ABI by name, e.g. to make arrays
         self.structures = structures(header)
         #: codes of tridecode_operand by name: "dense", "int8", "fp8", "two_parts", ...
         self.operands = operands(header)
@@ -63,7 +63,7 @@ class Library:
         if source_hash() not in self.info:
             raise KernelError(f"{path} was built from other sources ({self.info}); {rebuild}")
 
-    def __getattr__(self, name: str) -> Any:  # what setattr above has added; for type checkers
+    def __getattr__(self, name: str) -> Any:  # attributes added by setattr above; for type checkers
         raise AttributeError(name)
 
     def _function(self, name: str, result: Any, types: list[Any]) -> Callable[..., Any]:
@@ -92,8 +92,9 @@ class Library:
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
-    """Each `typedef struct {...} name;` of a C header; ctypes lays out its numbers, pointers and arrays of
-    numbers as C does."""
+    """Return each `typedef struct {...} name;` of a C header; ctypes lays out numbers, pointers and arrays as
+    C does.
+    """
     found: dict[str, type[ctypes.Structure]] = {}
     for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", _code(header), re.DOTALL):
         fields: list[tuple[str, Any]] = []
@@ -105,20 +106,22 @@ def structures(header: str) -> dict[str, type[ctypes.Structure]]:
 
 
 def _field(declared: str, kind: Any) -> tuple[str, Any]:
-    """The name and type of a field that is declared as `name` or `name[count]`."""
+    """Return name and type of a field declared as `name` or `name[count]`."""
     name, _, count = declared.partition("[")
     return name, kind * int(count.rstrip("]")) if count else kind
 
 
 def operands(header: str) -> dict[str, int]:
-    """Name -> code of each enumerator of tridecode_operand: kOperandFp8Blocks = 5 is {"fp8_blocks": 5}."""
+    """Map the names of tridecode_operand's enumerators to their codes: kOperandFp8Blocks = 5 is
+    {"fp8_blocks": 5}.
+    """
     (body,) = re.findall(r"enum tridecode_operand \{(.*?)\};", _code(header), re.DOTALL)
     found = re.findall(r"kOperand(\w+)\s*=\s*(\d+)", body)
     return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): int(code) for name, code in found}
 
 
 def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:
-    """(result type, name, argument types) of each function that a C header declares."""
+    """Yield (result type, name, argument types) of each function that a C header declares."""
     tasks, found = structures(header), []
     for result, name, arguments in re.findall(
         r"^([\w ]+\*?)\s*\b(tridecode_\w+)\(([^)]*)\);", _code(header), re.MULTILINE
@@ -142,6 +145,5 @@ def _type(declaration: str, tasks: dict[str, type[ctypes.Structure]] | None = No
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream to launch on, read at each launch: a stream kept from before would escape a graph's
-    capture."""
+    """Return the stream to launch on, read at each launch: a stored stream would escape a graph's capture."""
     return torch._C._cuda_getCurrentRawStream(device.index)

@@ -26,14 +26,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
-    contiguous, on the CPU weight may have the layout of a library.
-
-    A weight that is quantised is the matrix that it stands for (quantized.py), on CUDA arranged by
-    packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
-    rounds its input: each row of x, after the norm, is rounded to it first, with one scale or, where
-    activation_group is not 0, one for each activation_group columns. is_head: the language model's head,
-    where it stays quantised on CUDA. kind: how CUDA multiplies the weight, one of packing.KINDS.
+    """weight: (out, in), bias: (out,) or None, as returned by `Ops.pack`: on CUDA the rows of weight are
+    contiguous, on the CPU weight may have a library's layout. A quantised weight is a QuantizedWeight
+    (quantized.py), on CUDA packed by packed_weight.py. activations: "int8" or "fp8" if `pack` has dequantised
+    a weight whose GEMM quantises its input: each row of x, after the norm, is quantised to it first, with one
+    scale or, if activation_group is not 0, one for each activation_group columns. is_head: whether this is
+    the language model's head, if it stays quantised on CUDA. kind: how CUDA multiplies the weight, one of
+    packing.KINDS.
     """
 
     weight: Tensor | QuantizedWeight | PackedWeight
@@ -45,7 +44,7 @@ class Linear:
 
     @property
     def dense(self) -> Tensor:
-        """The weight of an implementation whose `pack` leaves none quantised."""
+        """Return the weight, for implementations whose `pack` dequantises all weights."""
         assert isinstance(self.weight, Tensor), self.weight.format
         return self.weight
 
@@ -53,7 +52,8 @@ class Linear:
 @dataclass(frozen=True)
 class Rope:
     """cos, sin: (positions, size / 2) float32. The first `size` dimensions of a head are rotated, half
-    against half (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J)."""
+    against half (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -66,14 +66,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores, usually
-    1/sqrt(D).
-
-    window: a query sees this many tokens, itself included; 0: all before it. softcap: scores s become
-    softcap * tanh(s / softcap) before ALiBi and mask; 0: they stay. qkv_limit: q, k and v are clamped to
-    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, before the rotation; weight
-    and bias (D,), or (H, D) and (K, D) where heads have their own. key_bias: (H, positions) float32, in place
-    of slopes: added to the scores of the key at each position, the last column also beyond it.
+    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: factor of the scores,
+    usually 1/sqrt(D). window: a query attends to this many tokens, itself included; 0: all before it.
+    softcap: scores s become softcap * tanh(s / softcap) before ALiBi and mask; 0: no cap. qkv_limit: q, k and
+    v are clamped to [-qkv_limit, qkv_limit]; 0: no clamp. query_norm, key_norm: norm of each head before the
+    rotation; weight and bias (D,), or (H, D) and (K, D) if heads have their own. key_bias: (H, positions)
+    float32, replaces slopes: added to the scores of the key at each position; the last column also applies
+    beyond it.
     """
 
     num_heads: int
@@ -105,7 +104,8 @@ class CacheLayer:
     + offset.
 
     The tokens of one head in one block are contiguous, so that one copy loads them. scales: (N, 2, K, P)
-    float32 where blocks are int8 or float8_e4m3fn, as kernels.kv_rounding makes them; None where they are X.
+    float32 if blocks are int8 or float8_e4m3fn, as computed by kernels.formats.kv_rounding; None if they are
+    X.
     """
 
     blocks: Tensor
@@ -117,14 +117,16 @@ class CacheLayer:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block consists of, each with the N blocks as its first axis: views to copy and to clear.
-        8-bit blocks as int8, since torch cannot index every type of a GPU."""
+        """Return all tensors whose first axis is the N blocks, as views to copy and clear.
+
+        8-bit blocks are returned as int8, since torch cannot index every type on a GPU.
+        """
         return (self.blocks,) if self.scales is None else (self.blocks.view(torch.int8), self.scales)
 
 
 @dataclass
 class Batch:
-    """One step as the device sees it. Rows are sequences: the first `num_decodes` have one new token each,
+    """One step on the device. Rows are sequences: the first `num_decodes` have one new token each,
     the others (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are
     int32.
 
@@ -133,7 +135,7 @@ class Batch:
 
     token_ids: Tensor  # (T,)
     positions: Tensor  # (T,)
-    kv_slots: Tensor  # (T,) cache slot that each new token is written to; -1: nowhere
+    kv_slots: Tensor  # (T,) cache slot to which each new token is written; -1: none
     block_tables: Tensor  # (B, M)
     context_lens: Tensor  # (B,) tokens in the cache after this step
     query_starts: Tensor  # (B + 1,)
@@ -143,7 +145,7 @@ class Batch:
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
-    #: what an implementation derives once per step and several layers use; every Batch has its own
+    #: values derived once per step and used by several layers; every Batch has its own
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -182,6 +184,6 @@ class Product:
     residual: Tensor | None = None
 
     def compute(self, ops: Ops) -> None:
-        """out = what `linear` of ops makes of these."""
+        """Compute `linear` of ops with these arguments."""
         norm, activation, residual = self.norm, self.activation, self.residual
         ops.linear(self.x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)

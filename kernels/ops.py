@@ -1,5 +1,5 @@
-"""The contracts of a model's operations. operands.py has the types of their arguments, reference.py is their
-meaning, cuda.py their fast path.
+"""The contracts of a model's operations. operands.py has the types of their arguments, reference.py defines
+their results, cuda.py is the fast implementation.
 
 Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads
 (of this rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens
@@ -24,11 +24,12 @@ from tridecode.kernels.sampling_state import SamplingState, SlotRows
 
 class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the
-    cache may be in 8 bits instead, with scales."""
+    cache may be in 8 bits instead, with scales.
+    """
 
     @property
     def most_linears_rows(self) -> int:
-        """`linears` declines more rows of x than this; 0: any."""
+        """Return the maximum rows of x that `linears` accepts; 0: none."""
         ...
 
     def reserve(
@@ -44,8 +45,8 @@ class Ops(Protocol):
         sequences over max_context tokens, and sampling of max_rows rows. Called once, before the first
         step.
 
-        context_bytes: of max_context keys and values of a layer in X, in whole blocks, where the cache has 8
-        bits; 0 where it has not.
+        context_bytes: bytes of max_context keys and values of a layer in X, in whole blocks, if the cache has
+        8 bits; else 0.
         """
         ...
 
@@ -54,12 +55,13 @@ class Ops(Protocol):
         ...
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
-        """The same product with its weight in this implementation's fastest layout; called once, at load.
+        """Return the same linear with its weight in this implementation's fastest layout; called once, at
+        load.
 
-        weight: (out, in), contiguous along either axis, on the operations' device. dtype: X, which a
-        quantised weight is expanded to by an implementation that does not read it as it is. is_head: of the
-        language model, whose rows are few: no scratch memory is held to expand it for many. The result may
-        share its memory.
+        weight: (out, in), contiguous along either axis, on the operations' device. dtype: X, to which a
+        quantised weight is dequantised if the implementation does not read it directly. is_head: whether this
+        is the language model's head, which has few rows: no scratch memory is reserved to dequantise it. The
+        result may share its memory.
         """
         ...
 
@@ -83,11 +85,10 @@ class Ops(Protocol):
     ) -> None:
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
 
-        first_id: the table has the rows of V ids from this one on, and out[t] is 0 for others; None: it has
-        the rows of all ids.
-        token_ids, positions: (T,) int32. table: (V, C) X, or int8 with a scale for each row.
-        position_table: (positions, C) X. out: (T, C) X.
-        The sum is computed in float32. The engine checks that ids are in range when a request arrives.
+        first_id: the table holds the rows of V ids from this one on, and out[t] is 0 for other ids; None: it
+        holds the rows of all ids. token_ids, positions: (T,) int32. table: (V, C) X, or int8 with a scale for
+        each row. position_table: (positions, C) X. out: (T, C) X. The sum is computed in float32. The engine
+        checks that ids are in range when a request arrives.
         """
         ...
 
@@ -122,8 +123,7 @@ class Ops(Protocol):
 
     def linears(self, products: Sequence[Product]) -> bool:
         """Compute `linear` of each, in this order, in one launch if this implementation has one that is
-        faster; else return False and change nothing. A product may read what one before it writes, as a
-        whole.
+        faster; else return False and change nothing. A linear may read the whole output of an earlier one.
         """
         ...
 
@@ -143,16 +143,16 @@ class Ops(Protocol):
         written to the cache at batch.kv_slots (not if that is -1).
 
         x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
-        the rotated q, the rotated k and v; with an 8-bit cache k and v as a reader of the cache gets them.
+        the rotated q, the rotated k and v; with an 8-bit cache, k and v are the dequantised values.
         Rotation in float32 at batch.positions.
         Source: Su et al. 2021; agrees with transformers' apply_rotary_pos_emb.
         """
         ...
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
-        """Finish qkv in place as project_qkv does after its product: clamp, norms, rotation and the rounding
-        of an 8-bit cache; write keys and values to the cache. Used when something, such as LoRA's deltas, is
-        added to the product first.
+        """Finish qkv in place as project_qkv does after its GEMM: clamp, norms, rotation, quantisation for an
+        8-bit cache; write keys and values to the cache. Used if something, such as LoRA deltas, is added to
+        the GEMM first.
 
         qkv: (T, (H + 2K) * D) X, rows contiguous.
         """
@@ -176,19 +176,19 @@ class Ops(Protocol):
         key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
 
-        unfinished: what qkv is the bare product of; the batch has decode rows alone. Then finish_qkv comes
-        first, and qkv is undefined afterwards.
+        unfinished: set if qkv is the bare GEMM output; the batch then has only decode rows. finish_qkv is
+        applied first, and qkv is undefined afterwards.
         """
         ...
 
     def prefill_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
     ) -> None:
-        """Causal attention of the rows from num_decodes on: query i of row b stands at position
-        context_lens[b] - its query count + i and sees the cached tokens up to itself.
+        """Causal attention of the rows from num_decodes on: query i of row b has position context_lens[b] -
+        its query count + i and attends to the cached tokens up to itself.
 
         qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
-        prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise like decode_attention.
         """
         ...
 
@@ -216,9 +216,9 @@ class Ops(Protocol):
         logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of
         Philox-4x32-10 with the halves of seed as key, the low one first, and counter (id / 4, generated, 0,
         0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there float32 is precise enough). The
-        answer thus depends on nothing but the sequence itself. Where the largest logit is +inf, or one is
-        NaN, the token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN. log_prob is then 0,
-        and the state goes on as if id 0 had been taken.
+        answer thus depends only on the sequence itself. Where the largest logit is +inf, or one is NaN, the
+        token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN. log_prob is then 0, and the
+                state continues as if id 0 had been drawn.
 
         Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
         history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with
@@ -232,12 +232,12 @@ class Ops(Protocol):
     def candidates(
         self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor
     ) -> None:
-        """The most likely next tokens of some rows, most likely first, for beam search.
+        """Return the most likely next tokens of some rows, most likely first, for beam search.
 
         logits: (R, V) float32, unchanged. rows: (n,) int64, of the logits. sequences: their n slots,
-        unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits of a row are changed
-        as `sample` changes them, and log_probs is their log-softmax over the whole vocabulary: minus infinity
-        where all ids are impossible, NaN where a logit is NaN or plus infinity. The order of equal ones is
-        not defined. May allocate; is not part of a captured graph.
+        unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits of a row are processed
+        as in `sample`, and log_probs is their log-softmax over the whole vocabulary: minus infinity where all
+        ids are impossible, NaN where a logit is NaN or plus infinity. The order of equal ones is undefined.
+        May allocate; is not part of a captured graph.
         """
         ...

@@ -1,4 +1,4 @@
-"""The paths that a GPU's architecture takes, in words: what an engine says while it loads. No GPU needed."""
+"""Describes the kernels that a GPU's architecture uses, as logged while an engine loads. No GPU needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
 from tridecode.kernels.gemm.plan import Device, Gemm
 from tridecode.kernels.gemm.table import choose
 
-_EXAMPLE = Gemm(1, 4096, 4096)  # in 16 bit, without epilogue
-_MOST = 300  # tokens; more take what these take
+_EXAMPLE = Gemm(1, 4096, 4096)  # a GEMM in 16 bit, without epilogue
+_MOST = 300  # tokens; more tokens use the same kernel as the largest
 
 
 def paths(device: Device) -> str:
-    """One line: the kernels of products by number of tokens, of prompts' attention, and of 8 and 4 bit."""
+    """Return one line: the kernels of GEMMs by number of tokens, of prefill attention, and of 8 and 4 bit."""
     hopper = device.capability == 90
     parts = [
         f"compute capability {device.capability // 10}.{device.capability % 10}",
@@ -49,7 +49,7 @@ def _of_8_bit_operands(device: Device) -> str:
 
 
 def _ranges(kernels: Iterable[str]) -> str:
-    """'a to 2 tokens, b to 8, then c'."""
+    """Format as 'a to 2 tokens, b to 8, then c'."""
     runs = [(kernel, len(list(run))) for kernel, run in groupby(kernels)]
     named, last = [], 0
     for kernel, count in runs[:-1]:

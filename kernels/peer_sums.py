@@ -1,9 +1,9 @@
-"""Sums over the tensor ranks of one host, through memory that the ranks map of each other.
+"""Sums over the tensor ranks of one host, through peer memory.
 
-A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
+A rank allocates memory (PeerSums), sends its handle to the others and maps theirs (`connect`). Then each
 `add_rows` is one launch of all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
-between one shot and two, and NCCL. Behind the rows of the sums the memory has what ranks exchange when they
-sample from a vocabulary that they share (Cuda.sample_shared).
+between one shot and two, and NCCL. After the rows of the sums, the memory holds the exchange for sampling
+from a shared vocabulary (Cuda.sample_shared).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tridecode.kernels.library import current_stream
 from tridecode.kernels.operands import Norm
 from tridecode.kernels.scratch import PeerLimits, peer_limits, peers_unsupported, plan_peers
 
-HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
+HANDLE_BYTES = 64  # bytes of cudaIpcMemHandle_t
 
 
 class PeerSums:
     """This rank's memory and, once connected, that of the others. Used by the thread of `gpu`.
 
-    max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
-    on with wrong numbers, as all later ones do at once, and `lost` is set. sampled_rows: of a shared
-    vocabulary, sampled from at a time. limits: when one shot sums and when two do, the same on all ranks;
-    default: the table's. Raises KernelError if the memory cannot be allocated or shared.
+    max_tokens, columns: size of a step's rows. limit_s: how long a launch waits for the others; after that it
+    continues with wrong numbers, later launches do not wait at all, and `lost` is set. sampled_rows: maximum
+    rows sampled from a shared vocabulary at a time. limits: when one shot or two shots are used, the same on
+    all ranks; default: the table's. Raises KernelError if the memory cannot be allocated or shared.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PeerSums:
         limits = limits or peer_limits(ranks)
         assert limits is not None, peers_unsupported(ranks, row_bytes)
         self._plan = plan_peers(limits, ranks, max_tokens, row_bytes)
-        self.rows = self._plan.rows  # of a launch
+        self.rows = self._plan.rows  # bytes of a launch
         sum_bytes, self.sampled_rows = self._library.peer_bytes(ranks, self._plan.slot_bytes), sampled_rows
         self.bytes = sum_bytes + self._library.sample_exchange(sampled_rows, ranks)
         address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
@@ -70,11 +70,11 @@ class PeerSums:
             "limit_ns": int(limit_s * 1e9),
             "lost": self._lost.data_ptr(),
         }
-        #: of tridecode_sample_task, once connected
+        #: fields of tridecode_sample_task, once connected
         self.sampling_fields: dict[str, float] = {"exchange_rows": sampled_rows, "exchange_at": sum_bytes}
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Map the others' memory. handles: of all ranks, in rank order. Raises KernelError."""
+        """Map the others' memory. handles: those of all ranks, in rank order. Raises KernelError."""
         for rank, handle in enumerate(handles):
             address = self._memory if rank == self._rank else self._open(handle)
             self._fields[f"memory{rank}"] = address
@@ -91,7 +91,8 @@ class PeerSums:
 
     def takes(self, x: Tensor) -> bool:
         """Return whether rows such as x are summed over peer memory. Two ranks sum any number of rows, in
-        several launches; with more ranks, NCCL sums more than self.rows rows."""
+        several launches; with more ranks, NCCL sums more than self.rows rows.
+        """
         same = x.dtype == self._dtype and x.shape[1] == self.columns
         return same and (self._ranks == 2 or x.shape[0] <= self.rows)
 
@@ -106,12 +107,13 @@ class PeerSums:
         normed: Tensor | None = None,
         follows_product: bool = False,
     ) -> None:
-        """out = residual + biases + the sum of every rank's partial; normed = norm(out), of out as rounded.
+        """Compute out = residual + biases + the sum of every rank's partial, and normed = norm(out), of the
+        rounded out.
 
-        partial, residual, out, normed: (T, C) X, rows contiguous; each may be another. biases: up to two,
-        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. residual and biases
-        are the same on all ranks. follows_product: the operation before this one on the stream is a product,
-        and it wrote no more than `partial`.
+        partial, residual, out, normed: (T, C) X, rows contiguous; they may be the same tensor. biases: up to
+        two, (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. residual and
+        biases are the same on all ranks. follows_product: the previous operation on the stream is a GEMM
+                that wrote only `partial`.
         """
         given = [("partial", partial), ("residual", residual), ("out", out), ("normed", normed)]
         rows = [("TC", name, tensor) for name, tensor in given if tensor is not None]
@@ -139,15 +141,17 @@ class PeerSums:
                     offset = first * tensor.stride(0) * tensor.element_size()
                     fields[name], fields[f"{name}_stride"] = tensor.data_ptr() + offset, tensor.stride(0)
             self._library.all_reduce(stream, early=early, **fields)
-            early = 0  # the launch before is the next one's predecessor
+            early = 0  # the previous launch is the next one's predecessor
 
     @property
     def lost(self) -> int | None:
-        """The rank that did not come in time to a launch that the host has waited for."""
+        """Return the rank that did not reach a launch in time, among launches that the host has waited
+        for.
+        """
         return int(self._lost) - 1 if self._lost else None
 
     def close(self) -> None:
-        """Give the memory back, once no rank launches any more."""
+        """Free the memory, once no rank launches any more."""
         torch.cuda.synchronize(self._device)
         for address in self._opened:
             self._library.peer_close(address)

@@ -12,7 +12,8 @@ _SHIFT = np.uint64(32)
 
 def philox(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
     """Ten rounds. key: two 32-bit words; counters: (n, 4) uint64 holding 32-bit words -> (n, 4) uint64,
-    32-bit words."""
+    32-bit words.
+    """
     k0, k1 = key
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     for _ in range(10):
@@ -28,8 +29,9 @@ def philox(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
 
 
 def uniforms(key: tuple[int, int], ids: np.ndarray, generated: int) -> np.ndarray:
-    """(n,) float32 in (0, 1]: the uniform of each token id at draw number `generated`, as kernels.ops.sample
-    defines it."""
+    """Return (n,) float32 in (0, 1]: the uniform of each token id at draw `generated`, as defined by
+    kernels.ops.sample.
+    """
     ids = ids.astype(np.uint64)
     groups, inverse = np.unique(ids >> np.uint64(2), return_inverse=True)
     counters = np.zeros((len(groups), 4), np.uint64)

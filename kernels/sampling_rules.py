@@ -1,5 +1,5 @@
-"""The sampling rules in plain torch: one row of a table for each parameter, or group of parameters, that
-changes the logits or limits the ids that are drawn from.
+"""The sampling rules in plain torch: one table row per parameter, or group of parameters, that changes the
+logits or limits the candidate ids.
 
 LOGIT_RULES change the logits, KEEP_RULES then drop the ids below a bound; both apply in the order of the
 tables. Reference.sample, the sampler over a shared vocabulary and the candidates of beams all use them.
@@ -23,7 +23,7 @@ from tridecode.kernels.sampling_state import MOST_COUNTED, SlotRows
 
 
 def greedy(records: np.ndarray) -> np.ndarray:
-    """Rows that take the largest logit."""
+    """Return which rows take the largest logit."""
     return (records["top_k"] == 1) | (records["temperature"] == 0)
 
 
@@ -49,8 +49,8 @@ def _ban_words(x: Tensor, rows: SlotRows) -> None:
     length, history = rows.column("history_length").long(), rows.state.history
     places = torch.arange(size, device=x.device).expand_as(ids).contiguous()
     ends = torch.where(places < count, ends, size + 1)
-    word = torch.searchsorted(ends, places, right=True).clamp(max=size - 1)  # the word of each place
-    following = ends.gather(1, word) - 1 - places  # ids of the word behind this one
+    word = torch.searchsorted(ends, places, right=True).clamp(max=size - 1)  # the word of each position
+    following = ends.gather(1, word) - 1 - places  # ids of the word after this one
     is_used, is_last = word < count, following == 0
     at = (length - following).clamp(0, history.shape[1] - 1)
     is_met = is_last | ((following <= length) & (history[rows.slots[:, None], at] == ids))
@@ -77,7 +77,7 @@ def _hold_back_ends(x: Tensor, rows: SlotRows) -> None:
 
 
 def _exclude(x: Tensor, ids: Tensor, is_excluded: Tensor, rows: SlotRows) -> None:
-    """x (n, C) = minus infinity at the ids (n, k) int64 that are excluded and among its columns."""
+    """Set x (n, C) to minus infinity at the excluded ids (n, k) int64 that are among its columns."""
     columns = ids - rows.first_id
     is_here = is_excluded & (columns >= 0) & (columns < x.shape[1])
     mask = torch.zeros(len(x), x.shape[1] + 1, dtype=torch.bool, device=x.device)
@@ -88,7 +88,8 @@ def _exclude(x: Tensor, ids: Tensor, is_excluded: Tensor, rows: SlotRows) -> Non
 @dataclass(frozen=True)
 class LogitRule:
     """acts(records): (n,) bool, the rows that it may change. change(x, rows): changes logits x (n, C) float32
-    of the ids of a rank in place."""
+    of the ids of a rank in place.
+    """
 
     acts: Callable[[np.ndarray], np.ndarray]
     change: Callable[[Tensor, SlotRows], None]
@@ -108,7 +109,8 @@ def process(x: Tensor, rows: SlotRows) -> None:
         acting = rule.acts(rows.records)
         if not acting.any():
             continue
-        if x.is_cuda or acting.all():  # in the other rows the rule is neutral; an index of rows costs a copy
+        # the rule is neutral in the other rows; indexing rows would cost a copy
+        if x.is_cuda or acting.all():
             rule.change(x, rows)
             continue
         some = np.flatnonzero(acting)
@@ -132,13 +134,16 @@ class Search(Protocol):
     vocab_size: int
 
     def kth_largest(self, x: Tensor, counts: np.ndarray) -> Tensor:
-        """The counts[row]-th largest value of each row; counts: (n,) int64 in 1 .. vocab_size - 1."""
+        """Return the counts[row]-th largest value of each row; counts: (n,) int64 in 1 .. vocab_size - 1."""
         ...
 
     def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
-        """The largest value v for which the softmax of the kept values, summed from the largest to v, reaches
-        shares[row], or the smallest kept value. kept: (n, C) bool. largest: (n,), of each row over all ranks.
-        shares: (n,) float32."""
+        """Return the largest value v such that the softmax of the kept values, summed from the largest down
+        to v, reaches shares[row], or the smallest kept value.
+
+        kept: (n, C) bool. largest: (n,), of each row over all ranks.
+        shares: (n,) float32.
+        """
         ...
 
 
@@ -182,9 +187,10 @@ KEEP_RULES = {
 
 
 def kept_ids(x: Tensor, largest: Tensor, records: np.ndarray, search: Search) -> Tensor:
-    """(n, C) bool: the possible ids of rows x that every rule keeps. largest: (n,), over all ranks.
+    """Return (n, C) bool: the possible ids of rows x that every rule keeps.
 
-    Collective where `search` is."""
+    largest: (n,), over all ranks. Collective if `search` is.
+    """
     kept = x > -torch.inf
     for rule in KEEP_RULES.values():
         some = np.flatnonzero(rule.acts(records, search.vocab_size))
@@ -196,7 +202,7 @@ def kept_ids(x: Tensor, largest: Tensor, records: np.ndarray, search: Search) ->
 
 
 class WholeRows:
-    """Search where the columns are the whole vocabulary."""
+    """Search for columns that cover the whole vocabulary."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -220,7 +226,8 @@ class WholeRows:
 def remember(rows: SlotRows, tokens: Tensor) -> None:
     """Update the slots of the rows for their tokens (n,) int64, ids of the whole vocabulary.
 
-    Does not wait for the device."""
+    Does not wait for the device.
+    """
     state, slots, records = rows.state, rows.slots, rows.records
     state.last_tokens[slots] = tokens.to(state.last_tokens.dtype)
     state.column("generated")[slots] += 1

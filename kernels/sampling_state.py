@@ -1,4 +1,4 @@
-"""The state of sampling by batch slot. sampling_state.h declares its columns for C++ and Python."""
+"""The sampling state, by batch slot. sampling_state.h declares its columns for C++ and Python."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tridecode.kernels.library import structures
 #: one slot, a structured numpy dtype whose fields are those of the C struct
 SLOT = np.dtype(structures(source("sampling_state.h").read_text())["tridecode_sampling_slot"])
 _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
-#: in place of a token: the row's logits are not numbers; every id is impossible
+#: values in place of a token: the row's logits are not finite; every id is impossible
 BROKEN_LOGITS, NO_TOKEN = -1, -2
-MOST_COUNTED = 32_767  # occurrences of a token, for penalties: more count as so many
+MOST_COUNTED = 32_767  # maximum count of a token for penalties
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class SamplingState:
     history: (S, L) int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16,
     occurrences of each id in prompt and output, kept only for slots with penalties.
     bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
-    started: (S,) SLOT records on the host, as the slots were when their sequences started. Their parameters
-    are those of the device; the columns that sampling changes are not.
+    started: (S,) SLOT records on the host, copies of the slots when their sequences started. Parameters equal
+    those on the device; columns that sampling changes are stale.
     """
 
     slots: Tensor
@@ -48,7 +48,9 @@ class SamplingState:
     def allocate(
         cls, slots: int, max_tokens: int, vocab_size: int, max_bad_word_tokens: int, device: torch.device
     ) -> SamplingState:
-        """For `slots` sequences of up to max_tokens tokens; every slot draws from the whole vocabulary."""
+        """Allocate for `slots` sequences of up to max_tokens tokens; every slot draws from the whole
+        vocabulary.
+        """
         neutral = np.zeros(slots, SLOT)
         for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "repetition_penalty"):
             neutral[name] = 1
@@ -68,12 +70,12 @@ class SamplingState:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All tensors; the first axis of each is the slot."""
+        """Return all tensors; the first axis of each is the slot."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if isinstance(value, Tensor)]
 
     def column(self, name: str) -> Tensor:
-        """(S,) or, of an array, (S, n): a field of every slot, a view in the field's dtype."""
+        """Return a field of every slot, (S,) or, for an array, (S, n): a view in the field's dtype."""
         kind, offset = SLOT.fields[name][:2]  # type: ignore[index]
         values, first = self.slots.view(_TORCH[kind.base.name]), offset // kind.base.itemsize
         return values[:, first : first + kind.shape[0]] if kind.shape else values[:, first]
@@ -83,8 +85,8 @@ class SamplingState:
 class SlotRows:
     """The slots of n rows of logits whose columns are the ids first_id and up.
 
-    slots: (n,) int64. records: (n,) SLOT records on the host; their parameters hold. first_id: also of the
-    columns of state.counts.
+    slots: (n,) int64. records: (n,) SLOT records on the host, whose parameters are valid. first_id: applies
+    to the columns of state.counts, too.
     """
 
     state: SamplingState
@@ -93,21 +95,21 @@ class SlotRows:
     first_id: int = 0
 
     def column(self, name: str) -> Tensor:
-        """(n, 1) or, for an array, (n, k): a copy of a field of the rows' slots, in the field's dtype."""
+        """Return a field of the rows' slots, (n, 1) or, for an array, (n, k): a copy in the field's dtype."""
         values = self.state.column(name)[self.slots]
         return values if values.dim() > 1 else values[:, None]
 
     def part(self, rows: slice | np.ndarray) -> SlotRows:
-        """Some of the rows: a slice or their indices."""
+        """Return some of the rows, given as a slice or indices."""
         index = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.slots.device)
         return SlotRows(self.state, self.slots[index], self.records[rows], self.first_id)
 
 
 def words(records: np.ndarray) -> Tensor:
-    """(R, W) int32: the words of (R,) SLOT records, in their memory."""
+    """Return (R, W) int32, the words of (R,) SLOT records, in their memory."""
     return torch.from_numpy(records.view(np.int32).reshape(len(records), -1))
 
 
 def records(words: Tensor) -> np.ndarray:
-    """(R,) SLOT records of (R, W) int32 words; a copy if these are on a device."""
+    """Return (R,) SLOT records of (R, W) int32 words; a copy if these are on a device."""
     return words.cpu().numpy().view(SLOT)[:, 0]

@@ -1,4 +1,4 @@
-"""Bytes of scratch memory of the CUDA operations, without torch and the library: for planning."""
+"""Sizes of the CUDA operations' scratch memory, for planning. Needs neither torch nor the library."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ def _bytes_of_environment(name: str, default: int) -> int:
     return int(text)
 
 
-#: in which a weight in 8 or 4 bit is expanded to 16 bit for a product of many rows, unless PIECE_ROWS of its
-#: rows take more; a larger weight is expanded in pieces. 0: every weight as a whole
+#: bytes in which a weight in 8 or 4 bit is dequantised to 16 bit for a GEMM of many rows, unless PIECE_ROWS
+#: of its rows need more; a larger weight is dequantised in pieces. 0: every weight as a whole
 EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES", 32 << 20)
-#: rows of a piece are a multiple of this, so that products of a piece have whole tiles, and columns of its
-#: result begin where cuBLASLt cares for no more alignment
+#: rows of a piece are a multiple of this, so that a piece's GEMM has whole tiles, and columns of its result
+#: have the largest alignment that matters to cuBLASLt
 PIECE_ROWS = 256
-#: inputs of a row of E4M3 in blocks that share a scale
+#: inputs of a block-scaled E4M3 row that share a scale
 _SCALE_GROUP = 128
-#: tokens of a tile of their products
+#: tokens of a tile of their GEMMs
 _MOST_TILE_TOKENS = 256
 #: csrc/sampling/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
 _EXCHANGE_BYTES = 4096
-#: csrc/ranks/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
+#: csrc/ranks/all_reduce.cu: maximum bytes of a row, and bytes of the header of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 
 
 class PeerLimits(NamedTuple):
-    """Sums over at most `ranks` ranks: bytes of a launch's rows, up to which one shot sums them (each rank
-    sends its rows to each other one), and up to which two shots do (csrc/ranks/all_reduce_two_shots.cu)."""
+    """Limits for sums over at most `ranks` ranks: bytes of a launch's rows up to which one shot is used (each
+    rank sends its rows to every other rank), and up to which two shots are
+    (csrc/ranks/all_reduce_two_shots.cu).
+    """
 
     ranks: int
     one_shot: int
     two_shots: int
 
 
-#: The one place that chooses. Two ranks send in one shot what NCCL would, so that longer steps are summed in
-#: several launches; measured (docs/lab/two_gpus.md). More ranks leave longer steps to NCCL. Their limits
-#: are not measured, because no machine with four GPUs was at hand: those of one shot are where vLLM's kernel
-#: goes over to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses below the 32
-#: MiB up to which vLLM's kernel serves four H100s (distributed/device_communicators/all_reduce_utils.py).
+#: The only place that chooses. For two ranks, one shot sends as many bytes as NCCL, so longer steps are
+#: summed in several launches; measured (docs/lab/two_gpus.md). With more ranks, NCCL sums longer steps. Their
+#: limits are not measured, because no machine with four GPUs was available: those of one shot are where
+#: vLLM's kernel switches to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses
+#: below the 32 MiB up to which vLLM's kernel serves four H100s
+#: (distributed/device_communicators/all_reduce_utils.py).
 PEER_LIMITS = (
     PeerLimits(2, one_shot=16 << 20, two_shots=0),
     PeerLimits(4, one_shot=512 << 10, two_shots=16 << 20),
@@ -65,23 +68,21 @@ PEER_LIMITS = (
 
 
 def attention_bytes() -> int:
-    """tridecode_decode_attention_scratch of the largest head: two partial results a warp."""
+    """Return tridecode_decode_attention_scratch for the largest head: two partial results per warp."""
     return _BLOCKS * _WARPS * 2 * _GROUP * (_HEAD + 2) * 4
 
 
 def sample_bytes(max_rows: int, vocab_size: int) -> int:
-    """tridecode_sample_scratch."""
+    """Return tridecode_sample_scratch."""
     chunks, segments = -(-vocab_size // _CHUNK), -(-vocab_size // _SEGMENT)
     return max_rows * ((chunks * _CHUNK_BYTES + segments * 4 + 15) // 16 * 16)
 
 
 def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -> dict[str, int]:
-    """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns.
+    """Return what Cuda.reserve allocates for steps of max_tokens rows and max_columns columns.
 
-    sorts_inputs: there is a weight whose columns are sorted by their groups (act-order).
-
-    Products with 8-bit operands have rows of 8-bit values in "normed", of up to TWO_PARTS_TOKENS two each,
-    and their scales in "row_scales".
+    sorts_inputs: some weight's columns are sorted by group (act-order). GEMMs with 8-bit operands store rows
+    of 8-bit values in "normed" (two per token up to TWO_PARTS_TOKENS), and their scales in "row_scales".
     """
     rows = max(max_tokens, 2 * min(max_tokens + 7, TWO_PARTS_TOKENS))
     return {
@@ -93,14 +94,16 @@ def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -
 
 
 def row_scale_bytes(tokens: int, groups: int) -> int:
-    """Bytes of the scales of `tokens` rows with `groups` groups each. Block-scaled products read beyond the
-    last one."""
+    """Return the bytes of the scales of `tokens` rows with `groups` groups each; block-scaled GEMMs read
+    beyond the last one.
+    """
     return 4 * (tokens * groups + _MOST_TILE_TOKENS)
 
 
 def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
-    """Rows of a weight (rows, columns) that are expanded at a time: all where they fit, else as many for each
-    piece but the last one, which may have fewer."""
+    """Return the rows of a weight (rows, columns) that are dequantised at a time: all if they fit, else the
+    rows of each piece; the last piece may have fewer.
+    """
     row_bytes = columns * itemsize
     if not EXPANDED_WEIGHT_BYTES or rows * row_bytes <= EXPANDED_WEIGHT_BYTES:
         return rows
@@ -110,23 +113,24 @@ def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
 
 
 def expanded_weight_bytes(rows: int, columns: int, itemsize: int) -> int:
-    """Bytes of the scratch memory in which a quantised weight of this shape is dequantised."""
+    """Return the bytes of scratch memory in which a quantised weight of this shape is dequantised."""
     return expanded_rows(rows, columns, itemsize) * columns * itemsize
 
 
 def expanded_bytes(context_bytes: int) -> int:
-    """Bytes of dequantised keys and values of an 8-bit cache in prefill: those of the longest context, or of
-    several shorter ones."""
+    """Return the bytes of dequantised keys and values of an 8-bit cache in prefill: for the longest context,
+    or several shorter ones.
+    """
     return max(context_bytes, _EXPANDED)
 
 
 def fixed_bytes() -> int:
-    """Bytes of the scratch memory that every Cuda allocates, whatever the model."""
+    """Return the bytes of scratch memory that every Cuda allocates, whatever the model."""
     return SUM_BYTES + 4 * NUM_COUNTERS + EXCHANGE_BYTES + attention_bytes()
 
 
 class PeerPlan(NamedTuple):
-    """The most rows of a launch in one shot and in two; bytes of a slot, from one rank to another."""
+    """Maximum rows of a launch in one shot and in two; bytes of a slot, from one rank to another."""
 
     one_shot: int
     two_shots: int
@@ -138,14 +142,14 @@ class PeerPlan(NamedTuple):
 
 
 def peer_limits(ranks: int) -> PeerLimits | None:
-    """The row of PEER_LIMITS for this number of ranks; None: NCCL sums."""
+    """Return the row of PEER_LIMITS for this number of ranks; None: NCCL sums."""
     return next((limits for limits in PEER_LIMITS if ranks <= limits.ranks), None)
 
 
 def plan_peers(limits: PeerLimits, ranks: int, max_tokens: int, row_bytes: int) -> PeerPlan:
-    """For steps of up to max_tokens rows; at least one row.
+    """Plan sums for steps of up to max_tokens rows; at least one row.
 
-    A slot holds the rows of one shot, or of two shots those that one end of it owns and those of the other.
+    A slot holds the rows of one shot or, with two shots, the rows owned by either end.
     """
     two_shots = min(max_tokens, limits.two_shots // row_bytes)
     one_shot = max(min(max_tokens, limits.one_shot // row_bytes), 0 if two_shots else 1)
@@ -155,12 +159,12 @@ def plan_peers(limits: PeerLimits, ranks: int, max_tokens: int, row_bytes: int) 
 
 
 def exchange_bytes(ranks: int, max_rows: int) -> int:
-    """tridecode_sample_exchange: of a rank's peer memory, where the ranks share the vocabulary."""
+    """Return tridecode_sample_exchange: bytes of a rank's peer memory if the ranks share the vocabulary."""
     return -(-max_rows * 4 // 256) * 256 + max_rows * 2 * (ranks - 1) * _EXCHANGE_BYTES
 
 
 def peers_unsupported(ranks: int, row_bytes: int) -> str:
-    """Why kernels cannot exchange such rows through peer memory; "": they can."""
+    """Return why kernels cannot exchange such rows through peer memory; "": they can."""
     if peer_limits(ranks) is None:
         return f"{ranks} tensor ranks; they sum over at most {PEER_LIMITS[-1].ranks}"
     if row_bytes % 16 or row_bytes > PEER_ROW_BYTES:
@@ -169,9 +173,8 @@ def peers_unsupported(ranks: int, row_bytes: int) -> str:
 
 
 def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
-    """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers.
-
-    0 where it cannot.
+    """Return tridecode_peer_bytes for these rows: what a rank allocates to sum them through peer memory; 0 if
+    it cannot.
     """
     if peers_unsupported(ranks, row_bytes):
         return 0

@@ -1,6 +1,6 @@
 """The most likely tokens of a step and their log probabilities, in plain torch on any device.
 
-Only rows whose request wants them come here; no kernel of ours computes it.
+Only rows whose requests want them are computed here; there is no CUDA kernel for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def raw_log_probs(logits: Tensor, rows: Tensor) -> Tensor:
-    """(W, V) float32: log-softmax of logits[rows], before `sample` changes them.
+    """Return (W, V) float32: log-softmax of logits[rows], before `sample` changes them.
 
     logits: (R, V) float32, unchanged. rows: (W,) int64, on the device of the logits.
     """

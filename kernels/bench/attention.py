@@ -88,7 +88,7 @@ def prefill_attention(rig: Rig) -> Iterator[Result]:
 
 
 def _continued(rig: Rig, label: str, shape: Heads) -> Iterator[Result]:
-    """Chunks of 512 tokens of prompts that have 1536 tokens in the cache, of 16 and of 8 bits."""
+    """Time chunks of 512 tokens of prompts with 1536 cached tokens, in a 16-bit and an 8-bit cache."""
     rows, length, before, block = 4, 512, 1536, 32
     columns = (length + before) // block
     tables = torch.randperm(rows * columns, device=rig.device).to(torch.int32).view(rows, columns)
@@ -108,7 +108,7 @@ def _continued(rig: Rig, label: str, shape: Heads) -> Iterator[Result]:
 
 
 def _flash(rig: Rig, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
-    """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
+    """Return torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
     size = shape.head_size

@@ -1,4 +1,4 @@
-"""Benchmarks of the products behind attention in one launch, beside one launch for each."""
+"""Benchmarks of the GEMMs after attention: in one launch, and in one launch each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tridecode.kernels.operands import Linear, Norm, Product
 
 
 def product_chain(rig: Rig) -> Iterator[Result]:
-    """Time the products after attention in a layer of LLaMA-3-8B and BLOOM-7B1, with the next layer's QKV
-    projection, in one launch and one by one."""
+    """Time the GEMMs after attention in a layer of LLaMA-3-8B and BLOOM-7B1, in one launch and one by one.
+
+    The next layer's QKV projection is included.
+    """
     kinds = {
         "16 bit": ("", 0, ""),
         "int4": ("int4", 128, ""),
@@ -47,7 +49,7 @@ def product_chain(rig: Rig) -> Iterator[Result]:
 def _chain(
     rig: Rig, model: ModelShape, format: str, group: int, activations: str
 ) -> Callable[[int], list[Product]]:
-    """The products of a layer, for a number of tokens."""
+    """Return the GEMMs of a layer, for a number of tokens."""
     shapes = model.products()
 
     def linear(name: str) -> Linear:

@@ -1,4 +1,4 @@
-"""Timing on the device: chains of operations in a CUDA graph, as decoding runs them."""
+"""Timing on the device: chains of operations in a CUDA graph, as in decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
 @dataclass
 class Result:
     """One measured case. microseconds: per call; peer: per call of cuBLAS or torch, None if it has no such
-    operation."""
+    operation.
+    """
 
     operation: str
     case: str
@@ -28,7 +29,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """The achieved share of the roofline: memory bandwidth or matrix units."""
+        """Return the achieved share of the roofline: memory bandwidth or matrix units."""
         return max(self.bytes / ROOF_BYTES, self.flops / ROOF_FLOPS) / (self.microseconds * 1e-6)
 
     def line(self) -> str:
@@ -45,7 +46,7 @@ class Result:
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The graph of `run`, which is first called once to warm up."""
+    """Capture `run` as a graph, after one warm-up call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -59,7 +60,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def over(items: Iterable[T], call: Callable[[T], object]) -> Callable[[], None]:
-    """A chain that calls `call` with each of the items."""
+    """Return a chain that calls `call` with each of the items."""
 
     def run() -> None:
         for item in items:
@@ -69,9 +70,9 @@ def over(items: Iterable[T], call: Callable[[T], object]) -> Callable[[], None]:
 
 
 def microseconds(run: Callable[[], object], calls: int, replays: int = 5, repeats: int = 5) -> float:
-    """The time of one of the `calls` calls of `run`: median over repeats of replays of the captured chain.
+    """Return the time per call: `run` makes `calls` calls and is captured; median over repeated replays.
 
-    Together the tensors of the chain must exceed the L2 cache, or the cache is measured.
+    The tensors of the chain must together exceed the L2 cache, or the cache is measured.
     """
     graph = capture(run)
     graph.replay()

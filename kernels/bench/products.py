@@ -1,4 +1,4 @@
-"""Benchmarks of norms and products, with shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
+"""Benchmarks of norms and GEMMs, with shapes of BLOOM-7B1 and LLaMA-3-8B, compared with cuBLAS or torch."""
 
 # ruff: noqa: B023  every closure below is called before its loop goes on
 
@@ -63,7 +63,7 @@ def linear(rig: Rig) -> Iterator[Result]:
 
 
 def _swiglu(rig: Rig) -> Iterator[Result]:
-    """Gate and up of LLaMA-3-8B with SwiGLU, beside the product alone by cuBLAS."""
+    """Time gate and up of LLaMA-3-8B with SwiGLU, compared with cuBLAS's GEMM alone."""
     outputs, inputs = 28672, 4096
     weights = [rig.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(8)]
     for tokens in (8, 64, 256, 1024, 8192):
@@ -79,7 +79,9 @@ def _swiglu(rig: Rig) -> Iterator[Result]:
 
 
 def packed_linear(rig: Rig) -> Iterator[Result]:
-    """Weights in 8 and 4 bit, beside 16 bit: products of LLaMA-3-8B with an RMSNorm at 1 and 2 tokens."""
+    """Time weights in 8 and 4 bit, compared with 16 bit: GEMMs of LLaMA-3-8B, with an RMSNorm at 1 and 2
+    tokens.
+    """
     for format, group in (("int8", 0), ("int4", 128)):
         for outputs, inputs, activation in (
             (6144, 4096, None),
@@ -91,7 +93,7 @@ def packed_linear(rig: Rig) -> Iterator[Result]:
             made = [round_to_nearest(weight.float(), format, group) for weight in dense]
             packed = [rig.ops.pack(Linear(weight), HALF) for weight in made]
             each = packed[0].weight.nbytes
-            count = max(3, int(4e8 // each) // 3 * 3)  # more than the L2 cache holds
+            count = max(3, int(4e8 // each) // 3 * 3)  # exceeds the L2 cache
             packed = [rig.ops.pack(Linear(weight), HALF) for _ in range(count // 3) for weight in made]
             columns = outputs // 2 if activation else outputs
             for tokens in (1, 2, 8, 16, 32, 64, 128, 256, 1024):
@@ -110,8 +112,10 @@ def packed_linear(rig: Rig) -> Iterator[Result]:
 
 
 def w8a8(rig: Rig) -> Iterator[Result]:
-    """The products of a layer of LLaMA-3-8B with both operands in 8 bit, the rounding of x included,
-    beside the same product in 16 bit. Where matrix units bound, the share is of their 16-bit rate."""
+    """Time the GEMMs of a LLaMA-3-8B layer with both operands in 8 bit, including the quantisation of x.
+
+    The peer is the same GEMM in 16 bit. If matrix units bound, the share is of their 16-bit rate.
+    """
     products = SHAPES["llama-3-8b"].products()
     for name in ("qkv", "dense", "up", "down"):
         outputs, inputs = products[name].outputs, products[name].inputs
@@ -139,9 +143,12 @@ def w8a8(rig: Rig) -> Iterator[Result]:
 
 
 def two_parts(rig: Rig) -> Iterator[Result]:
-    """The products of a layer of LLaMA-3-8B and BLOOM-7B1, and LLaMA's head, with int8 weights, x in two
-    int8 parts and its rounding included, beside the same product in 16 bit. "packed": weights expanded
-    in registers; "expanded": in memory, before each product."""
+    """Time the GEMMs of a layer of LLaMA-3-8B and BLOOM-7B1, and LLaMA's head, with int8 weights and x in two
+    int8 parts.
+
+    The quantisation of x is included; the peer is the same GEMM in 16 bit. "packed": weights dequantised in
+        registers; "expanded": in memory, before each GEMM.
+    """
     parts, few = rig.ops.gpu.choose_gemm, (1, 8, 16, 64, 128, 256)
 
     def expands(gemm: Gemm) -> Plan:

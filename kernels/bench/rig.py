@@ -1,4 +1,4 @@
-"""The device, the operations and random operands that all benchmarks work with."""
+"""The device, the operations and the random operands that all benchmarks use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HALF = torch.float16
 
 
 class Rig:
-    """A GPU with operations whose scratch memory suffices for every case."""
+    """A GPU and its operations, with enough scratch memory for every case."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -47,7 +47,7 @@ class Rig:
         )
 
     def cache(self, shape: tuple[int, ...], name: str = "") -> CacheLayer:
-        """Random keys and values, of 16 bits or in the 8-bit format `name`."""
+        """Return random keys and values, in 16 bits or in the 8-bit format `name`."""
         blocks = self.normal(*shape)
         return CacheLayer(*rounded(blocks, CACHE_DTYPES[name])) if name else CacheLayer(blocks)
 

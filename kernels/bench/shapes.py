@@ -1,4 +1,4 @@
-"""Shapes of published models, and the products of a decoder layer and of the head."""
+"""Shapes of published models, and the GEMMs of a decoder layer and of the head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tridecode.kernels.gemm.plan import Gemm
 @dataclass(frozen=True)
 class ModelShape:
     """Widths of a decoder. gated: SwiGLU with an RMSNorm and without biases, as LLaMA; rotary: dims of a head
-    that are rotated."""
+    that are rotated.
+    """
 
     layers: int
     hidden: int
@@ -23,8 +24,11 @@ class ModelShape:
     rotary: int = 0
 
     def products(self, tensor_size: int = 1) -> dict[str, Gemm]:
-        """The products of one tensor-parallel rank, for one token. With several ranks the residual is added
-        after the all-reduce. ValueError if the ranks cannot share the heads."""
+        """Return the GEMMs of one tensor-parallel rank, for one token.
+
+        With several ranks the residual is added after the all-reduce. Raises ValueError if the ranks cannot
+        share the heads.
+        """
         if self.kv_heads % tensor_size or self.heads % tensor_size or self.inner % tensor_size:
             raise ValueError(f"{self.heads} heads and {self.kv_heads} kv heads on {tensor_size} ranks")
         queries = self.heads // tensor_size * self.head_size

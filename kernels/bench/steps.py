@@ -28,7 +28,7 @@ def sample(rig: Rig) -> Iterator[Result]:
     for rows in (1, 8, 64, 256):
         slots = rig.ints(range(rows))
         tokens, log_probs = slots.clone(), torch.zeros(rows, device=rig.device)
-        # as a language model's logits: a few are far above the rest
+        # like a language model's logits: a few are far above the rest
         logits = [
             torch.randn(rows, vocab, device=rig.device) * 2 for _ in range(max(2, min(40, 128 // rows)))
         ]
@@ -58,7 +58,7 @@ def sample(rig: Rig) -> Iterator[Result]:
 
 
 def step(rig: Rig) -> Iterator[Result]:
-    """A whole decoding step with random weights, sampling included, as the engine's graphs replay it."""
+    """Time a whole decode step with random weights, sampling included, as replayed by the engine's graphs."""
     for label in ("BLOOM-7B1", "LLaMA-3-8B"):
         yield from _steps(rig, label, SHAPES[label.lower()])
 

@@ -1,6 +1,6 @@
-"""Weights in 8 or 4 bit as the CUDA kernels read them: packed_weight.cuh has the arrangement.
+"""Packs weights in 8 or 4 bit for the CUDA kernels; packed_weight.cuh describes the layout.
 
-A matrix is packed once, at load. Formats that no kernel reads are named by `not_packed`; they are expanded.
+A matrix is packed once, at load. `not_packed` names formats that no kernel reads; they are dequantised.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ GRANULE_ROWS, GRANULE_BYTES = 8, 512
 GRANULE_INPUTS = {"int8": 64, "fp8": 64, "int4": 128}
 #: format -> weight_format of a task (csrc/api.h)
 FORMAT_CODES = {"int8": 1, "fp8": 2, "int4": 3}
-#: what a kernel adds to a number of 4 bits, and `groups` to its zero: 16 to 31 are exact in either dtype
+#: added to a 4-bit value by the kernel, and to its zero in `groups`: 16 to 31 are exact in either dtype
 BIAS = 16.0
 DTYPES = (torch.float16, torch.bfloat16)
-#: scales of groups are rounded to the product's dtype; float16's smallest numbers lose more than that
+#: group scales are rounded to the GEMM's dtype; subnormal float16 numbers lose more than that
 _SCALE_ERROR = 2.0**-8
 
 
@@ -28,11 +28,12 @@ _SCALE_ERROR = 2.0**-8
 class PackedWeight:
     """A weight (rows, columns) in 8 or 4 bit on a GPU.
 
-    format: of QuantizedWeight. dtype: of the product. values: (ceil(rows / 8), chunks, 512) uint8, chunks of
-    64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G) int32,
-    int4: the scale in the low half, the zero plus BIAS in the high one, numbers of dtype. zeros: of int4,
-    "eight" where every one is 8, "whole" where all are whole numbers from 0 to 15, else "any". order: where
-    columns were sorted by their groups (GPTQ's act-order), (columns,) int32: column c takes input order[c].
+    format: that of QuantizedWeight. dtype: that of the GEMM. values: (ceil(rows / 8), chunks, 512) uint8,
+    chunks of 64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G)
+    int32, int4: the scale in the low half, the zero plus BIAS in the high one, both of dtype. zeros: int4
+        only; "eight" if all are 8, "whole" if all are integers from 0 to 15, else "any". order: if columns
+    were
+        sorted by their groups (GPTQ's act-order), (columns,) int32: column c takes input order[c].
     """
 
     format: str
@@ -52,7 +53,7 @@ class PackedWeight:
 
     @property
     def product_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of x that a product with this weight takes."""
+        """Dtypes of x that a GEMM with this weight accepts."""
         return (self.dtype,)
 
     @property
@@ -65,7 +66,7 @@ class PackedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def part(self, rows: slice) -> PackedWeight:
-        """These rows, in the same memory. rows begin at a multiple of GRANULE_ROWS."""
+        """Return these rows, in the same memory. They must begin at a multiple of GRANULE_ROWS."""
         assert rows.start % GRANULE_ROWS == 0, rows
         eights = slice(rows.start // GRANULE_ROWS, -(-rows.stop // GRANULE_ROWS))
         return replace(
@@ -77,7 +78,7 @@ class PackedWeight:
         )
 
     def fields(self) -> dict[str, float]:
-        """Those of a GEMM task that describe the weight."""
+        """Return the fields of a GEMM task that describe the weight."""
         return {
             "weight": self.values.data_ptr(),
             "weight_format": FORMAT_CODES[self.format],
@@ -88,9 +89,9 @@ class PackedWeight:
 
 
 def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
-    """Why the kernels do not read such a weight for products of dtype; "" where they do.
+    """Return why the kernels do not read such a weight for GEMMs of dtype; "" if they do.
 
-    Decided by shapes and formats alone, so that memory can be planned without the weights.
+    Depends only on shapes and formats, so that memory can be planned without the weights.
     """
     if dtype not in DTYPES:
         return f"products of {dtype}"
@@ -110,8 +111,10 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
 
 
 def _may_be_sorted(weight: QuantizedWeight) -> bool:
-    """Return whether the shapes allow int4 groups that are consecutive once the columns are sorted by group:
-    a tensor rank's part of the inputs has more groups than that."""
+    """Return whether the shapes allow int4 groups that become consecutive when columns are sorted by group.
+
+    A tensor rank's part of the inputs has more groups than that.
+    """
     size = weight.group_size
     return weight.format == "int4" and size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
 
@@ -125,8 +128,10 @@ def has_uneven_groups(weight: QuantizedWeight) -> bool:
 
 
 def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
-    """The same matrix for the kernels; `not_packed` is "" and has_uneven_groups False. int4's scales are
-    rounded to dtype."""
+    """Pack the matrix for the kernels; `not_packed` must be "" and has_uneven_groups False.
+
+    int4's scales are rounded to dtype.
+    """
     rows, columns = weight.shape
     if weight.format == "int4":
         values, order = unpacked(weight.values, columns), None
@@ -142,7 +147,7 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
 
 
 def granules(format: str, rows: int, columns: int) -> tuple[int, int]:
-    """Granules down and across a matrix."""
+    """Return the number of granules down and across a matrix."""
     return -(-rows // GRANULE_ROWS), -(-columns // GRANULE_INPUTS[format])
 
 
@@ -165,7 +170,7 @@ def _packed4(values: Tensor) -> Tensor:
     """uint8 of 0 to 15 (out, in) -> (eights, chunks, 512)."""
     # inputs of a granule are (word, step, half, t, second): 32 word + 16 step + 8 half + 2 t + second
     parts = _padded(values, GRANULE_INPUTS["int4"]).unflatten(3, (4, 2, 2, 4, 2))
-    # bytes are (row, t, word, second, step), of a low half byte and a high one
+    # bytes are (row, t, word, second, step), each of a low and a high half byte
     parts = parts.permute(0, 2, 1, 6, 3, 7, 4, 5)
     return (parts[..., 0] | (parts[..., 1] << 4)).flatten(2).contiguous()
 
@@ -186,7 +191,7 @@ def _packed_groups(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _kind(zeros: Tensor | None) -> str:
-    """PackedWeight.zeros."""
+    """Return PackedWeight.zeros."""
     if zeros is None:
         return "eight"
     if zeros.is_meta:  # memory is planned
@@ -197,7 +202,7 @@ def _kind(zeros: Tensor | None) -> str:
 
 
 def multiplied_in_int8(weight: PackedWeight) -> bool:
-    """Return whether gemm_int4_sm90 takes such a weight."""
+    """Return whether gemm_int4_sm90 accepts such a weight."""
     if weight.format != "int4" or weight.groups is None:
         return False
     sizes = weight.columns % 32 == 0 and weight.rows % 8 == 0

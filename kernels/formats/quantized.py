@@ -1,6 +1,6 @@
-"""Quantised weights of a product: what is stored, and the matrix that it stands for.
+"""Quantised weights of a GEMM: the stored values, and the matrix that they represent.
 
-The meaning of every format is `QuantizedWeight.expanded`; kernels that read fewer bytes are compared with it.
+`QuantizedWeight.expanded` defines every format; kernels that read the quantised bytes are compared with it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class QuantizedWeight:
         of 0 to 15 in each byte of (out, ceil(in / 2)) uint8, the even column in the low half.
     columns: in.
     scales: (ceil(out / block_rows), G) float32; G = 1 is one scale per output channel.
-    zeros: (out, G) float32, the value that stands for 0, or None: 0 (int8, fp8) or 8 (int4).
-    group_size: consecutive columns of a group; 0: all (G = 1).
-    groups: (in,) int32, the group of each column where they are not consecutive (GPTQ's act-order), or None.
-    block_rows: rows that share a scale; 128 for the 128 x 128 blocks of FP8 checkpoints, else 1.
-    activations: "": the product takes x as it is. "int8", "fp8": each row of x is rounded to that format
-        first, with the scale max|x| / 127 or / 448 of the row (W8A8); with block_rows of each group of a row.
+    zeros: (out, G) float32, the value that represents 0, or None: 0 (int8, fp8) or 8 (int4).
+    group_size: consecutive columns of a group; 0: all (G = 1). groups: (in,) int32, the group of each column
+    if groups are not consecutive (GPTQ's act-order), or None. block_rows: rows that share a scale; 128 for
+    the 128 x 128 blocks of FP8 checkpoints, else 1. activations: "": x is not quantised. "int8", "fp8": each
+        row of x is quantised to that format first, with the row's scale max|x| / 127 or / 448 (W8A8); with
+        block_rows, each group of a row has a scale.
     """
 
     format: str
@@ -69,12 +69,12 @@ class QuantizedWeight:
 
     @property
     def product_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of x that a product with this weight takes, where a kernel reads it in rows of 8 bit."""
+        """Dtypes of x that a GEMM with this weight accepts, if a kernel reads the weight in 8-bit rows."""
         return torch.float16, torch.bfloat16
 
     @property
     def activation_group(self) -> int:
-        """Columns of x that share a scale where its rows are rounded; 0: all."""
+        """Columns of x that share a scale when its rows are quantised; 0: all."""
         return self.group_size if self.block_rows > 1 else 0
 
     @property
@@ -83,16 +83,16 @@ class QuantizedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def part(self, rows: slice) -> QuantizedWeight:
-        """These rows, in the same memory; one scale for each row."""
+        """Return these rows, in the same memory; one scale for each row."""
         return replace(self, values=self.values[rows], scales=self.scales[rows])
 
     def fields(self) -> dict[str, float]:
-        """The fields of a GEMM task for the weight. weight_format 0: in rows, not in granules."""
+        """Return the fields of a GEMM task for the weight. weight_format 0: rows, not granules."""
         scales = "block_scales" if self.block_rows > 1 else "weight_scales"
         return {"weight": self.values.data_ptr(), "weight_format": 0, scales: self.scales.data_ptr()}
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(out, in): the matrix, computed in float32 and rounded to `dtype`, some rows at a time."""
+        """Dequantise to (out, in), computed in float32 and rounded to `dtype`, some rows at a time."""
         rows, columns = self.shape
         out = torch.empty(rows, columns, dtype=dtype, device=self.values.device)
         groups = self._group_of_each_column()
@@ -102,7 +102,10 @@ class QuantizedWeight:
         return out
 
     def _rows(self, first: int, stop: int, groups: Tensor) -> Tensor:
-        """(stop - first, in) float32. first: a multiple of block_rows. groups: (in,) int64, by column."""
+        """Return (stop - first, in) float32.
+
+        first: a multiple of block_rows. groups: (in,) int64, by column.
+        """
         stored = self.values[first:stop]
         weight = (unpacked(stored, self.columns) if self.format == "int4" else stored).float()
         scales = self.scales[first // self.block_rows : -(-stop // self.block_rows)].float()
@@ -122,15 +125,16 @@ class QuantizedWeight:
 
 #: rows and columns of a block of FP8 checkpoints that has one scale
 SCALE_BLOCK = 128
-#: inputs of a product whose integer sums an int32 holds: 127 * 127 each
+#: maximum inputs whose sum of products, up to 127 * 127 each, fits in int32
 _MOST_INPUTS = 1 << 17
 
 
 def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int) -> bool:
-    """Whether CUDA multiplies this weight with both operands in 8 bit: W8A8, or int8 with x in `two_parts`.
+    """Return whether CUDA multiplies this weight with both operands in 8 bit: W8A8, or int8 with x in
+    `two_parts`.
 
-    dtype: X. capability: of the GPU, 10 * major + minor. But on 9.0 only W8A8 does, with one scale for each
-    output: int8 from 8.0 on, fp8 from 8.9 on.
+    dtype: X. capability: the GPU's, 10 * major + minor. Except on 9.0, only W8A8 with one scale per output
+    does: int8 from 8.0 on, fp8 from 8.9 on.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -147,13 +151,14 @@ def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int)
 
 
 def operand(weight: QuantizedWeight) -> str:
-    """How CUDA multiplies a weight that stays_in_8_bit: "int8" or "fp8" (W8A8), "fp8_blocks" (W8A8, with a
-    scale for each SCALE_BLOCK x SCALE_BLOCK of the weight), or with x in "two_parts"."""
+    """Return how CUDA multiplies a weight that stays_in_8_bit: "int8" or "fp8" (W8A8), "fp8_blocks" (W8A8,
+    with a scale for each SCALE_BLOCK x SCALE_BLOCK of the weight), or with x in "two_parts".
+    """
     return "fp8_blocks" if weight.block_rows > 1 else weight.activations or "two_parts"
 
 
 def check_int8_table(operation: str, table: QuantizedWeight) -> QuantizedWeight:
-    """table, whose rows `operation` looks up: int8 with a scale for each row. Raises ShapeError."""
+    """Return the table whose rows `operation` looks up: int8 with one scale per row. Raises ShapeError."""
     if table.format != "int8" or table.scales.shape != (table.shape[0], 1):
         found = f"{table.format} with scales {tuple(table.scales.shape)}"
         raise ShapeError(f"{operation}: table is {found}; wanted int8 with scales ({table.shape[0]}, 1)")
@@ -161,7 +166,7 @@ def check_int8_table(operation: str, table: QuantizedWeight) -> QuantizedWeight:
 
 
 def packed(values: Tensor) -> Tensor:
-    """(out, in) of integers 0 to 15 -> (out, ceil(in / 2)) uint8, the even column in the low half."""
+    """Pack (out, in) of integers 0 to 15 -> (out, ceil(in / 2)) uint8, the even column in the low half."""
     if values.shape[1] % 2:
         values = torch.nn.functional.pad(values, (0, 1))
     values = values.to(torch.uint8)
@@ -169,15 +174,16 @@ def packed(values: Tensor) -> Tensor:
 
 
 def unpacked(values: Tensor, columns: int) -> Tensor:
-    """The inverse of `packed`: (out, columns) uint8."""
+    """Return the inverse of `packed`: (out, columns) uint8."""
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)[:, :columns]
 
 
 def rounded_activations(x: Tensor, format: str, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """x (T, C) -> (values (T, C) int8 or float8_e4m3fn, scales (T, G) float32): x is about values * scales.
+    """Quantise x (T, C) -> (values (T, C) int8 or float8_e4m3fn, scales (T, G) float32); x is about values *
+    scales.
 
     group_size: consecutive columns that share a scale; 0: all, G = 1. A row, or a group, of zeros has scale
-    1, one with NaN or infinity a scale that is not finite, so that its products are NaN. Halves are rounded
+    1, one with NaN or infinity a non-finite scale, so that its products are NaN. Halves are rounded
     to even.
     """
     if group_size:
@@ -195,7 +201,9 @@ def rounded_activations(x: Tensor, format: str, group_size: int = 0) -> tuple[Te
 
 
 def as_rounded(x: Tensor, format: str, group_size: int = 0) -> Tensor:
-    """values * scales of rounded_activations, multiplied in float32 or wider: (T, C) in the dtype of x."""
+    """Return values * scales of rounded_activations, multiplied in float32 or wider: (T, C) in the dtype of
+    x.
+    """
     values, scales = rounded_activations(x, format, group_size)
     if group_size:
         scales = scales.repeat_interleave(group_size, 1)[:, : x.shape[1]]
@@ -203,13 +211,14 @@ def as_rounded(x: Tensor, format: str, group_size: int = 0) -> Tensor:
     return (values.to(wide) * scales.to(wide)).to(x.dtype)
 
 
-#: what a step of the high part of `two_parts` is divided into by the low one
+#: subdivisions of a step of `two_parts`' high part that the low part counts
 LOW_STEPS = 254.0
 
 
 def two_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, C) -> (high, low (T, C) int8, scales (T, 1) float32): x is about (high + low / 254) * scales, off
-    by max|x| / 64,516 of its row at most.
+    """Split x (T, C) -> (high, low (T, C) int8, scales (T, 1) float32).
+
+    x is about (high + low / 254) * scales, with an error of at most max|x| / 64,516 of its row.
 
     high and scales are those of rounded_activations(x, "int8"); low is the rounded remainder of x / scales.
     """
@@ -220,8 +229,9 @@ def two_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
-    """(16 * ceil(T / 8), C) int8, as csrc/rows/quantize_rows.cu writes them: the high parts of 8 tokens, then
-    their low parts; zeros for tokens beyond the last."""
+    """Return (16 * ceil(T / 8), C) int8, as written by csrc/rows/quantize_rows.cu: the high parts of 8
+    tokens, then their low parts; zeros for tokens beyond the last.
+    """
     tokens, columns = high.shape
     rows = torch.zeros(-(-tokens // 8), 2, 8, columns, dtype=torch.int8, device=high.device)
     for part, values in enumerate((high, low)):
@@ -231,7 +241,8 @@ def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
 
 
 def in_granule_order(values: Tensor) -> Tensor:
-    """(R, C), C a multiple of 32: the columns in the order of the inputs of a granule of 4-bit weights.
+    """Reorder the columns of (R, C), C a multiple of 32, to the order of inputs in a granule of 4-bit
+    weights.
 
     Of each 32, column 16 i + 8 h + 2 t + j goes to 16 h + 4 t + 2 j + i; see packed_weight.cuh.
     """

@@ -1,4 +1,4 @@
-"""Matrices rounded to 8 or 4 bit without calibration: int8 and fp8 per output, int4 in groups of inputs."""
+"""Quantises matrices to 8 or 4 bit without calibration: int8 and fp8 per output, int4 in groups of inputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 #: format -> largest magnitude of a value
 _LIMITS = {"int8": 127.0, "fp8": 448.0}
 _LEVELS = 15  # of int4, above 0
-_BLOCK_ELEMENTS = 4 << 20  # that are in float32 at a time
+_BLOCK_ELEMENTS = 4 << 20  # weights held in float32 at a time
 
 
 def round_to_nearest(
     weight: Tensor, format: str, group_size: int = 0, activations: str = "", block_rows: int = 1
 ) -> QuantizedWeight:
-    """weight (out, in), any floating dtype, as the nearest values of `format`; arithmetic in float32.
+    """Quantise weight (out, in), any floating dtype, to the nearest values of `format`; arithmetic in
+    float32.
 
-    "int8", "fp8": symmetric, scale max|w| / 127 or / 448 of each output; group_size is not looked at. "int4":
-    asymmetric, groups of group_size inputs (0: all of an output), scale (max - min) / 15 where the range is
-    widened to hold 0, which has a value of its own. A row or group of zeros has scale 0.
-    block_rows above 1: fp8, `round_blocks` of that size.
+    "int8", "fp8": symmetric, scale max|w| / 127 or / 448 of each output; group_size is ignored. "int4":
+    asymmetric, groups of group_size inputs (0: all of an output), scale (max - min) / 15, with the range
+    widened to include 0, which is represented exactly. A row or group of zeros has scale 0. block_rows above
+    1: fp8, `round_blocks` of that size.
     """
     if format not in (*_LIMITS, "int4"):
         raise DtypeError(f"round_to_nearest: format is {format!r}; wanted int8, fp8 or int4")
@@ -43,8 +44,11 @@ def round_to_nearest(
 
 
 def round_blocks(weight: Tensor, size: int, activations: str = "") -> QuantizedWeight:
-    """weight (out, in), any floating dtype, as the nearest values of fp8, with a scale max|w| / 448 for each
-    block of size x size, as FP8 checkpoints have; arithmetic in float32, a row of blocks at a time."""
+    """Quantise weight (out, in), any floating dtype, to fp8 with a scale max|w| / 448 per block of size x
+    size.
+
+    FP8 checkpoints have the same format. Arithmetic in float32, one row of blocks at a time.
+    """
     parts = [_fp8_blocks(rows.float(), size) for rows in weight.split(size)]
     values, scales = (torch.cat(part) for part in zip(*parts))
     return QuantizedWeight("fp8", weight.shape[1], values, scales, None, size, None, size, activations)
@@ -60,7 +64,7 @@ def _fp8_blocks(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (out, in), scales (out, 1), and no zeros: (out, 0)."""
+    """Return values (out, in), scales (out, 1), and no zeros: (out, 0)."""
     limit = _LIMITS[format]
     scales = weight.abs().amax(dim=1, keepdim=True) / limit
     scaled = (weight / _divisors(scales)).clamp_(-limit, limit)
@@ -69,7 +73,7 @@ def _symmetric(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (out, ceil(in / 2)), scales and zeros (out, G)."""
+    """Return values (out, ceil(in / 2)), scales and zeros (out, G)."""
     columns = weight.shape[1]
     size = group_size or columns
     groups = torch.nn.functional.pad(weight, (0, -columns % size)).unflatten(1, (-1, size))  # (out, G, size)

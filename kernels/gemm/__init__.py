@@ -1,1 +1,1 @@
-"""Products on an NVIDIA GPU: the kinds of weights, the choice of kernels, the launches."""
+"""GEMMs on an NVIDIA GPU: weight kinds, choice of kernels, launches."""

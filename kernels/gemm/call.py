@@ -1,4 +1,4 @@
-"""One product on the GPU, and the fields of the tasks that describe it."""
+"""One GEMM on the GPU, and the fields of the tasks that describe it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tridecode.kernels.reference import GATED
 class Call(NamedTuple):
     """out = activation(norm(x) @ weight^T + bias) + residual, arguments as those of kernels.ops.Ops.linear.
 
-    heads, head_fields: of a query, key and value projection whose epilogue may rotate the heads and write
-    keys and values to the cache; head_fields is what fields_of_heads makes.
+    heads, head_fields: set for a query, key and value projection, whose epilogue may rotate the heads and
+    write keys and values to the cache; head_fields comes from fields_of_heads.
     """
 
     x: Tensor
@@ -39,26 +39,27 @@ class Call(NamedTuple):
 
     @property
     def out_float32(self) -> bool:
-        """Return whether a 16-bit product has a float32 result."""
+        """Return whether a 16-bit GEMM has a float32 result."""
         return self.out.dtype != self.x.dtype
 
     @property
     def epilogue(self) -> str:
-        """Gemm.epilogue."""
+        """The epilogue, as in Gemm.epilogue."""
         return "swiglu" if self.activation == "swiglu" else "qkv" if self.heads else "linear"
 
     def rows(self, rows: slice) -> Call:
-        """The same product of these rows of x."""
+        """Return the same GEMM over these rows of x."""
         residual = None if self.residual is None else self.residual[rows]
         return self._replace(x=self.x[rows], residual=residual, out=self.out[rows])
 
     def bare(self, out: Tensor) -> Call:
-        """norm(x) @ weight^T alone, without bias, activation, residual and heads."""
+        """Return norm(x) @ weight^T without bias, activation, residual and heads."""
         return Call(self.x, replace(self.linear, bias=None), out, self.norm)
 
     def fields(self) -> dict[str, float]:
-        """The fields of a task for x, out and the epilogue; those of the weight, the norm and the heads are
-        missing."""
+        """Return the task fields for x, out and the epilogue, without those of the weight, the norm and the
+        heads.
+        """
         x, out, residual = self.x, self.out, self.residual
         return {
             "out": out.data_ptr(),
@@ -74,7 +75,10 @@ class Call(NamedTuple):
         }
 
     def gemm(self, outputs: int, inputs: int, weight: Tensor | None = None, operand: str = "") -> Gemm:
-        """The description that the tables choose by. weight: rows in the dtype of x, if it has them."""
+        """Return the description by which the tables choose.
+
+        weight: rows in the dtype of x, if it has any.
+        """
         x, out, heads = self.x, self.out, self.heads
         rope = None if heads is None else heads.rope
         written = out if out.dtype == x.dtype else None
@@ -99,7 +103,7 @@ class Call(NamedTuple):
 
 
 def fields_of_heads(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, float]:
-    """The fields of a GEMM task for query, key and value."""
+    """Return the fields of a GEMM task for query, key and value."""
     rope = heads.rope
     fields: dict[str, float] = {
         "positions": batch.positions.data_ptr(),
@@ -116,7 +120,7 @@ def fields_of_heads(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, 
 
 
 def check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
-    """Raises ShapeError, DtypeError or LayoutError."""
+    """Check the tensors of a QKV projection. Raises ShapeError, DtypeError or LayoutError."""
     if qkv.shape[1] != heads.qkv_size:
         raise ShapeError(f"{operation}: out has {qkv.shape[1]} columns; the heads need {heads.qkv_size}")
     check_cache(operation, heads, cache, qkv)
@@ -124,7 +128,7 @@ def check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: Ca
 
 
 def check_call(operation: str, call: Call) -> None:
-    """Raises ShapeError, DtypeError or LayoutError where the tensors do not make a product."""
+    """Raise ShapeError, DtypeError or LayoutError if the tensors do not fit together."""
     x, weight, residual, out = call.x, call.linear.weight, call.residual, call.out
     sizes = match(operation, ("TI", "x", x), ("TO", "out", out))
     dtype, bias = same_dtype(operation, ("x", x)), call.linear.bias

@@ -1,5 +1,7 @@
-"""Products of few tokens, each of the result of the one before it, in one launch on compute capability 9.0
-(product_chain_sm90a.cu)."""
+"""GEMMs of few tokens in one launch, each reading the result of the one before it, on compute capability 9.0.
+
+See product_chain_sm90a.cu.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
 from tridecode.kernels.operands import Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
 
-#: limits of the kernel
+#: limits of the chained-GEMM kernel
 MOST_TOKENS, MOST_PRODUCTS = 4, 4
 #: vectors of 8 inputs that a thread holds for a norm, and threads of a block
 _HELD, _THREADS = 4, 512
 _LEAST_STAGES = 4
-_HEADER_BYTES = 256  # of the exchange buffer
+_HEADER_BYTES = 256  # bytes of the exchange buffer
 
 
 class Chain:
@@ -33,8 +35,8 @@ class Chain:
 
     @property
     def most_rows(self) -> int:
-        """More rows of x than this are declined."""
-        if self._gpu.capability != 90 or self._gpu.gemm_device.shared:  # blocks wait for each other
+        """Return the maximum rows of x; more are declined."""
+        if self._gpu.capability != 90 or self._gpu.gemm_device.shared:  # because blocks wait for each other
             return 0
         return min(CHAIN_TOKENS if self.most_tokens is None else self.most_tokens, MOST_TOKENS)
 
@@ -69,7 +71,7 @@ class Chain:
         return self._kinds[product.linear.kind].chain_operand(product.linear)
 
     def _takes(self, products: Sequence[Product], operand: str) -> bool:
-        """Return whether the chain kernel can compute all these products."""
+        """Return whether the chain kernel can compute all these GEMMs."""
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
         if any(_differ(*pair) for pair in zip(products, products[1:])):
             return False
@@ -96,7 +98,7 @@ class Chain:
         )
 
     def _step(self, product: Product) -> Any:
-        """tridecode_chain_step."""
+        """Return a tridecode_chain_step."""
         linear, norm = product.linear, product.norm
         return self._gpu.library.structures["tridecode_chain_step"](
             out=product.out.data_ptr(),
@@ -118,11 +120,11 @@ def _call(product: Product) -> Call:
 
 
 def _differ(product: Product, following: Product) -> bool:
-    """Return whether the following product reads anything but the result of the first."""
+    """Return whether the second GEMM reads anything but the result of the first."""
     x = following.x
     return x.data_ptr() != product.out.data_ptr() or x.shape != product.out.shape
 
 
 def _rounded_up(tokens: int) -> int:
-    """The next power of two: groups of warps that quantise a token each."""
+    """Return the next power of two: the number of warp groups that quantise a token each."""
     return next(count for count in (1, 2, 4) if tokens <= count)

@@ -1,13 +1,13 @@
-"""Products by cuBLASLt: the library that torch has loaded, called with algorithms of our choice.
+"""GEMMs by cuBLASLt: the library that torch has loaded, called with algorithms of our choice.
 
-torch's own products add a bias to a residual in a pass of its own, copy a residual that is not `out`, and may
-add the parts of a split sum in 16 bit. Here every product is summed in float32 and rounded once
-(gemm_library.cu), with one exception: where `out` is the residual, cuBLAS' kernels for Hopper round the
-product with its bias and add it to the residual in memory, as transformers does, which rounds twice.
+torch's own GEMMs add a bias to a residual in a separate pass, copy a residual that is not `out`, and may add
+the partial sums of a split in 16 bit. Here every GEMM is summed in float32 and rounded once
+(gemm_library.cu), with one exception: if `out` is the residual, cuBLAS' kernels for Hopper round the product
+with its bias and add it to the residual in memory, as transformers does, which rounds twice.
 
-The algorithm is the first that cuBLASLt proposes, so that a shape has the same bits at every start. The best
-of all proposals, by time, takes 14 % less for the last product of LLaMA-3-8B and BLOOM-7B1 at 72 rows, 3 % at
-256 and 0 to 4 % elsewhere (one H200): not worth answers that differ from start to start, or between ranks.
+The algorithm is the first that cuBLASLt proposes, so that a shape has the same bits at every start. The
+fastest of all proposals takes 14 % less for the last GEMM of LLaMA-3-8B and BLOOM-7B1 at 72 rows, 3 % at 256
+and 0 to 4 % elsewhere (one H200): not worth answers that differ from start to start, or between ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FUNCTIONS = (
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmul",
 )
-#: size in bytes of Found in csrc/gemm/library/cublas_lt.h; its first 64 bytes are the algorithm
+#: bytes of Found in csrc/gemm/library/cublas_lt.h; its first 64 bytes are the algorithm
 _FOUND_BYTES = 96
 _Algorithm = ctypes.Array[ctypes.c_uint8]
 #: cuBLAS' own choice on Hopper
 WORKSPACE_BYTES = 32 << 20
-#: pointers of more than this alignment, in bytes, make no difference to cuBLASLt
+#: cuBLASLt ignores a greater alignment than this, in bytes
 _MOST_ALIGNED = 256
-#: what decides on an algorithm besides the number of tokens
+#: properties that determine an algorithm, besides the number of tokens
 _KEY = ("inputs", "outputs", "x_stride", "weight_stride", "residual_stride", "out_stride", "activation",
         "out_float32", "dtype", "operand", "alignment")  # fmt: skip
 
@@ -52,8 +52,8 @@ _KEY = ("inputs", "outputs", "x_stride", "weight_stride", "residual_stride", "ou
 class LibraryProducts:
     """csrc/gemm/library/gemm_library.cu with an algorithm for each shape.
 
-    workspace: address of WORKSPACE_BYTES that products in turn may overwrite. `is_open`: False where cuBLASLt
-    cannot be called.
+    workspace: address of WORKSPACE_BYTES that each GEMM may overwrite. `is_open`: False if cuBLASLt cannot be
+    called.
     """
 
     def __init__(self, library: Library, workspace: int):
@@ -65,7 +65,10 @@ class LibraryProducts:
             library.library_bind(ctypes.addressof(found))
 
     def run(self, stream: int, tokens: int, **fields: float) -> bool:
-        """Launch a product: the fields of tridecode_library_task. False: cuBLASLt has no algorithm for it."""
+        """Launch a GEMM, given the fields of tridecode_library_task.
+
+        Returns False if cuBLASLt has no algorithm for it.
+        """
 
         def launch(found: _Algorithm) -> None:
             self._library.gemm_library(
@@ -83,8 +86,11 @@ class LibraryProducts:
     def run_pieces(
         self, stream: int, tokens: int, piece: int, packed: dict[str, float], **fields: float
     ) -> bool:
-        """Run the product with a weight that is dequantised to `weight`, `piece` outputs at a time. packed:
-        the fields of tridecode_expanded_task that describe the quantised weight. Returns as `run` does."""
+        """Run the GEMM with a weight that is dequantised to `weight`, `piece` outputs at a time.
+
+        packed: the fields of tridecode_expanded_task that describe the quantised weight. Returns the same as
+        `run`.
+        """
         done = ctypes.c_int()
 
         def launch(found: _Algorithm, last: _Algorithm | None = None) -> None:
@@ -101,24 +107,25 @@ class LibraryProducts:
                 **fields,
             )
 
-        # pieces begin at multiples of _MOST_ALIGNED bytes of bias, residual and out: one alignment for all
+        # pieces start at multiples of _MOST_ALIGNED bytes of bias, residual and out, so all have the same
+        # alignment
         shape = {**fields, "weight_stride": fields["inputs"], "alignment": _alignment(fields)}
         sizes = (piece, fields["outputs"] % piece)
         shapes = tuple({**shape, "outputs": outputs} for outputs in sizes if outputs)
         if self.is_open and self._launch(tokens, shapes, launch):
             return True
-        if done.value:  # an output that is its own residual would get it twice
+        if done.value:  # an output that is its own residual would be added twice
             raise KernelError(f"cuBLASLt multiplied {done.value} of {fields['outputs']} outputs")
         return False
 
     def _launch(self, tokens: int, shapes: tuple[dict[str, float], ...], launch: Callable[..., None]) -> bool:
-        """launch with the algorithms of these shapes. False: there are none."""
+        """Call launch with the algorithms of these shapes. Returns False if there are none."""
         found = [self._algorithm(tokens, rows_of_choice(tokens), fields) for fields in shapes]
         if None in found:
             return False
         try:
             launch(*found)
-        except KernelError:  # an algorithm of slightly more rows that does not take this number
+        except KernelError:  # an algorithm for slightly more rows that does not accept this number
             found = [self._algorithm(tokens, tokens, fields) for fields in shapes]
             if None in found:
                 return False
@@ -126,20 +133,20 @@ class LibraryProducts:
         return True
 
     def takes_fp8(self, operand: int) -> bool:
-        """Return whether cuBLASLt multiplies E4M3 here. operand: the code of "fp8" or "fp8_blocks"."""
+        """Return whether this cuBLASLt multiplies E4M3. operand: the code of "fp8" or "fp8_blocks"."""
         if not self.is_open:
             return False
-        names = ("out", "x", "weight", "x_scales", "weight_scales")  # never read, but no null
+        names = ("out", "x", "weight", "x_scales", "weight_scales")  # never read, but must not be null
         fields: dict[str, float] = dict.fromkeys(names, self._workspace)
         sizes = dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "out_stride"), 512)
         fields |= {"dtype": 2, "operand": operand, "alignment": 256, **sizes}
         try:
             return self._algorithm(128, 128, fields) is not None
-        except KernelError:  # before CUDA 12.9 there is no such scale
+        except KernelError:  # CUDA before 12.9 lacks this scale mode
             return False
 
     def _algorithm(self, tokens: int, rows: int, fields: dict[str, float]) -> _Algorithm | None:
-        """The first proposal for `rows` rows; None: there is none."""
+        """Return the first proposal for `rows` rows, or None."""
         has = bool(fields.get("bias")), bool(fields.get("residual"))
         key = (rows, *has, *(fields.get(name, 0) for name in _KEY))
         if key not in self._algorithms:
@@ -159,13 +166,14 @@ class LibraryProducts:
 
 def rows_of_choice(tokens: int) -> int:
     """Round a token count up to the row count of the algorithm query, which takes 50 us: prompt lengths
-    vary."""
+    vary.
+    """
     step = 16 if tokens <= 256 else 128
     return -(-tokens // step) * step
 
 
 def _alignment(fields: dict[str, float]) -> int:
-    """The bytes to which all tensors are aligned, a power of two."""
+    """Return the alignment of all tensors in bytes, a power of two."""
     bits = _MOST_ALIGNED
     for name in ("out", "x", "weight", "bias", "residual"):
         bits |= int(fields.get(name, 0))
@@ -173,12 +181,14 @@ def _alignment(fields: dict[str, float]) -> int:
 
 
 def addresses() -> ctypes.Array[ctypes.c_void_p] | None:
-    """Of FUNCTIONS in the library that torch has loaded; None, and a warning, where it has none."""
+    """Return the addresses of FUNCTIONS in the library that torch has loaded; None, with a warning, if it has
+    none.
+    """
     name = f"libcublasLt.so.{(torch.version.cuda or '0').split('.')[0]}"
     try:
         found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         pointers = [ctypes.cast(getattr(found, each), ctypes.c_void_p).value for each in FUNCTIONS]
     except (OSError, AttributeError) as error:
-        log.warning("cuBLASLt cannot be called (%s): torch's products are used", error)
+        log.warning("cuBLASLt cannot be called (%s); torch's GEMMs are used", error)
         return None
     return (ctypes.c_void_p * len(pointers))(*pointers)

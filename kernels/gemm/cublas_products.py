@@ -1,4 +1,4 @@
-"""Products by cuBLAS, and a kernel of ours behind them for what cuBLAS does not fuse."""
+"""GEMMs by cuBLAS, followed by our own kernel for epilogues that cuBLAS does not fuse."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
 from tridecode.kernels.operands import Linear
 
-#: product_format of gemm_library_epilogue, of results in another dtype than X
+#: product_format of gemm_library_epilogue, for results in another dtype than X
 _PRODUCT_FORMATS = {torch.float32: 1, torch.int32: 2}
 
 
 class Source(Protocol):
-    """How cuBLAS gets the weight of a product."""
+    """Supplies the weight of a GEMM to cuBLAS."""
 
     def by_cublas_lt(self, call: Call) -> bool:
-        """out = activation(x @ weight^T + bias) + residual, rounded once. False: cuBLASLt lacks it."""
+        """Compute out = activation(x @ weight^T + bias) + residual, rounded once.
+
+        Returns False if cuBLASLt cannot.
+        """
         ...
 
     def by_torch(self, x: Tensor, out: Tensor) -> None:
@@ -28,7 +31,7 @@ class Source(Protocol):
 
 
 class Rows:
-    """A weight in 16 bit or float32, as it is."""
+    """A weight in 16 bit or float32, used directly."""
 
     def __init__(self, gpu: Gpu, weight: Tensor):
         self._gpu, self._weight = gpu, weight
@@ -69,7 +72,7 @@ class CublasProducts:
         fuses = activation in (None, "gelu_tanh", "relu")
         if residual is not None:
             fuses = activation is None
-        if residual is not None or bias is not None:  # cuBLASLt takes neither beside a float32 result
+        if residual is not None or bias is not None:  # cuBLASLt accepts neither with a float32 result
             fuses = fuses and not call.out_float32
         if fuses and source.by_cublas_lt(call):
             return
@@ -90,9 +93,9 @@ class CublasProducts:
         scales: Tensor | None = None,
         row_scales: Tensor | None = None,
     ) -> None:
-        """call.out = activation(product * scales * row_scales + bias) + residual.
+        """Compute call.out = activation(product * scales * row_scales + bias) + residual.
 
-        scales (outputs,), row_scales (tokens,): float32, of a product of 8-bit operands in int32 or float32.
+        scales (outputs,), row_scales (tokens,): float32, for an int32 or float32 product of 8-bit operands.
         """
         out, residual = call.out, call.residual
         self._gpu.library.gemm_library_epilogue(

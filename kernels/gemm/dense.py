@@ -1,4 +1,4 @@
-"""Products of weights in the dtype of the activations."""
+"""GEMMs with weights in the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tridecode.kernels.operands import Linear
 
 
 class Dense(WeightKind):
-    """float32, float16 or bfloat16 rows. table.py chooses the kernel."""
+    """Weights in float32, float16 or bfloat16 rows. table.py chooses the kernel."""
 
     def __init__(self, gpu: Gpu, cublas: CublasProducts):
         super().__init__(gpu)

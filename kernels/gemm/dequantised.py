@@ -1,9 +1,9 @@
-"""Products of many tokens with an 8- or 4-bit weight: it is dequantised to 16 bit in scratch memory first.
+"""GEMMs of many tokens with an 8- or 4-bit weight, which is first dequantised to 16 bit in scratch memory.
 
 scratch.EXPANDED_WEIGHT_BYTES limits that memory: a larger weight is dequantised and multiplied in pieces of
-its outputs, which gemm_expanded.cu launches in one call. cuBLAS multiplies the pieces, and on Hopper every
-dequantised weight: our kernels for it prefetch weights before their predecessor has finished, and here the
-predecessor writes them.
+its outputs, which gemm_expanded.cu launches in one call. cuBLAS multiplies the pieces and, on Hopper, every
+dequantised weight: our Hopper kernels prefetch weights before their predecessor has finished, and here the
+predecessor writes the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Dequantiser:
         self._gpu = gpu
 
     def rows(self, weight: QuantizedWeight | PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
-        """(rows, in) until the next call. Packed rows begin at a multiple of GRANULE_ROWS."""
+        """Return (rows, in), valid until the next call.
+
+        Packed rows must begin at a multiple of GRANULE_ROWS.
+        """
         gpu, part = self._gpu, weight.part(rows)
         out = gpu.temporary("expanded_weight", part.shape[0], part.shape[1], dtype)
         fields = part.fields()
@@ -50,7 +53,7 @@ class Dequantiser:
 
 
 class Pieces:
-    """A source of CublasProducts: a quantised weight, dequantised a piece at a time."""
+    """Source of CublasProducts for a quantised weight that is dequantised one piece at a time."""
 
     def __init__(self, gpu: Gpu, dequantiser: Dequantiser, weight: QuantizedWeight | PackedWeight):
         self._gpu, self._dequantiser, self._weight = gpu, dequantiser, weight
@@ -81,14 +84,14 @@ class Pieces:
 
 
 class DequantisedProducts:
-    """Any call whose weight is one of packing.DEQUANTISED."""
+    """Computes any call whose weight kind is one of packing.DEQUANTISED."""
 
     def __init__(self, gpu: Gpu, dense: WeightKind, cublas: CublasProducts):
         self._gpu, self._dense, self._cublas = gpu, dense, cublas
         self.dequantiser = Dequantiser(gpu)
 
     def launch(self, call: Call, weight: QuantizedWeight | PackedWeight) -> bool:
-        """As WeightKind.launch."""
+        """Launch a call, see WeightKind.launch."""
         gpu, (rows, columns) = self._gpu, weight.shape
         if gpu.capability != 90 and expanded_rows(rows, columns, call.x.dtype.itemsize) == rows:
             whole = self.dequantiser.rows(weight, slice(0, rows), call.x.dtype)
@@ -105,14 +108,14 @@ class DequantisedProducts:
 
 
 class DequantisedKind(WeightKind):
-    """A kind whose products of many tokens are dequantised."""
+    """A weight kind that is dequantised for GEMMs of many tokens."""
 
     def __init__(self, gpu: Gpu, products: DequantisedProducts):
         super().__init__(gpu)
         self.products = products
 
     def linear(self, call: Call) -> None:
-        """A head for which no scratch memory is held takes PACKED_TOKENS tokens at a time."""
+        """Compute the call; a head without scratch memory processes PACKED_TOKENS tokens at a time."""
         if call.tokens <= PACKED_TOKENS or not self._stays_quantised(call):
             super().linear(call)
             return

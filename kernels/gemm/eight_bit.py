@@ -1,4 +1,4 @@
-"""Products whose operands are both in 8 bit: W8A8, and int8 weights with x in two int8 parts.
+"""GEMMs with both operands in 8 bit: W8A8, and int8 weights with x in two int8 parts.
 
 `quantize_rows` quantises the rows of x, after the norm. On compute capability 9.0 the wgmma kernels of
 csrc/gemm/sm90 multiply (gemm_sm90_*_8bit.cu, gemm_sm90_*_two_parts.cu), or cuBLASLt for many tokens in E4M3;
@@ -67,9 +67,9 @@ def quantize_rows(
 
 
 class EightBit(WeightKind):
-    """Weights in rows of 8 bit that quantized.stays_in_8_bit keeps.
+    """Weights in 8-bit rows, see quantized.stays_in_8_bit.
 
-    operand: "int8" or "fp8" (W8A8), or "two_parts": int8 weights, x rounded to int8 in two parts.
+    operand: "int8" or "fp8" (W8A8), or "two_parts": int8 weights, x quantised to int8 in two parts.
     """
 
     def __init__(self, gpu: Gpu, cublas: CublasProducts, operand: str):
@@ -77,7 +77,7 @@ class EightBit(WeightKind):
         self.cublas, self.operand = cublas, operand
 
     def launch(self, call: Call) -> bool:
-        """Also where the epilogue of the kernels is not all of the call."""
+        """Launch a call, even if the kernels' epilogue does not cover all of it."""
         weight = _weight(call)
         if self._fuses(weight, call):
             self._multiply(call, weight)
@@ -105,7 +105,7 @@ class EightBit(WeightKind):
         return {"weight": weight.values.data_ptr(), "weight_scales": weight.scales.data_ptr()}
 
     def _fuses_heads(self, weight: QuantizedWeight, call: Call, heads: Heads, rounds: bool) -> bool:
-        """Return whether the kernel rotates the heads and writes the cache. rounds: the cache is 8 bit."""
+        """Return whether the kernel rotates the heads and writes the cache. rounds: the cache has 8 bits."""
         rotation = (0, False) if heads.rope is None else (heads.rope.size, heads.rope.interleaved)
         if self.gpu.capability != 90 or not fuses_heads_sm90(heads.head_size, *rotation):
             return False
@@ -114,11 +114,11 @@ class EightBit(WeightKind):
         return not rounds or (heads.head_size in ROUNDED_HEADS and call.tokens <= ROUNDED_TOKENS)
 
     def library_rows(self, tokens: int, weight: QuantizedWeight) -> int:
-        """table_sm90.library_rows of a product with this weight."""
+        """Return table_sm90.library_rows for a GEMM with this weight."""
         return 0
 
     def _fuses(self, weight: QuantizedWeight, call: Call) -> bool:
-        """Return whether the kernels' epilogue covers everything that follows the product."""
+        """Return whether the kernels' epilogue covers everything that follows the GEMM."""
         residual = call.residual
         if residual is not None and call.out_float32:
             return False
@@ -129,7 +129,7 @@ class EightBit(WeightKind):
         return (call.out_float32 or aligned(call.out)) and (residual is None or aligned(residual))
 
     def _multiply(self, call: Call, weight: QuantizedWeight) -> None:
-        """Compute a call that _fuses."""
+        """Compute a call for which _fuses is true."""
         gpu, (outputs, inputs) = self.gpu, weight.shape
         rope = None if call.heads is None else call.heads.rope
         gemm = Gemm(
@@ -165,7 +165,7 @@ class EightBit(WeightKind):
         )
 
     def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, Any]:
-        """The fields of a task for operands in 8 bit."""
+        """Return the task fields for operands in 8 bit."""
         return {
             "x": values.data_ptr(),
             "x_stride": inputs,
@@ -175,14 +175,14 @@ class EightBit(WeightKind):
         }
 
     def _by_cublas_lt(self, call: Call, weight: QuantizedWeight, values: Tensor, scales: Tensor) -> bool:
-        """Compute the call by cuBLASLt; an activation, or a bias of a float32 result, takes a second pass.
+        """Compute the call by cuBLASLt; an activation, or the bias of a float32 result, takes a second pass.
 
-        values, scales: of quantize_rows. False: cuBLASLt has no such product.
+        values, scales: from quantize_rows. Returns False if cuBLASLt has no such GEMM.
         """
         gpu, (outputs, inputs) = self.gpu, weight.shape
         bias = call.linear.bias
         fuses = call.activation is None and (bias is None or not call.out_float32)
-        if weight.block_rows > 1:  # cuBLASLt adds no bias to products in blocks
+        if weight.block_rows > 1:  # cuBLASLt adds no bias to block-scaled GEMMs
             fuses = fuses and bias is None
         product = call.out if fuses else gpu.temporary("product", call.tokens, outputs, call.x.dtype)
         computed = call if fuses else call.bare(product)
@@ -203,14 +203,14 @@ class EightBit(WeightKind):
     def _by_torch(self, call: Call, weight: QuantizedWeight, values: Tensor, scales: Tensor) -> None:
         """Compute the call by cuBLAS through torch, in pieces of rows whose sums fit in scratch memory.
 
-        values, scales: of quantize_rows.
+        values, scales: from quantize_rows.
         """
         gpu, tokens, (outputs, inputs) = self.gpu, call.tokens, weight.shape
         x = values.view(weight.values.dtype)[: tokens * inputs].view(tokens, inputs)
         row_scales = scales.view(torch.float32)[:tokens]
         kind = torch.int32 if weight.format == "int8" else torch.float32
         pieces = -(-4 * tokens * outputs // gpu.sums.numel())
-        size = -(-tokens // pieces)  # equal pieces, so that none has few rows
+        size = -(-tokens // pieces)  # equal pieces, so that none is short
         for first in range(0, tokens, size):
             rows = slice(first, min(first + size, tokens))
             count = rows.stop - first
@@ -220,14 +220,15 @@ class EightBit(WeightKind):
 
 
 class Fp8Blocks(EightBit):
-    """W8A8 in E4M3 with scales of blocks."""
+    """W8A8 in E4M3 with block scales."""
 
     def __init__(self, gpu: Gpu, cublas: CublasProducts):
         super().__init__(gpu, cublas, "fp8_blocks")
 
     def linear(self, call: Call) -> None:
-        """Compute the product; cuBLASLt takes a multiple of 4 tokens, so the remaining ones are a separate
-        product."""
+        """Compute the GEMM; cuBLASLt needs a multiple of 4 tokens, so the remaining tokens are a separate
+        GEMM.
+        """
         most = self.library_rows(call.tokens, _weight(call))
         if not most:
             super().linear(call)
@@ -244,12 +245,12 @@ class Fp8Blocks(EightBit):
 
 
 class TwoParts(DequantisedKind):
-    """int8 weights: up to TWO_PARTS_TOKENS tokens x is rounded to int8 in two parts; beyond, the weight is
+    """int8 weights: up to TWO_PARTS_TOKENS tokens x is quantised to int8 in two parts; beyond, the weight is
     dequantised.
 
-    The two parts hold 16 bits of a row's largest number, and their sums are exact: a product is off by at
-    most max|x| / 64,516 of the row times the sum of the weight row's magnitudes. Rounding x to bfloat16
-    exceeds that unless max|x| is above about 100 times the root mean square of the row.
+    The two parts hold 16 bits relative to a row's largest number, and their sums are exact: the error of a
+    result is at most max|x| / 64,516 of the row times the sum of the weight row's magnitudes. Rounding x to
+    bfloat16 exceeds that unless max|x| is above about 100 times the root mean square of the row.
     """
 
     def __init__(self, gpu: Gpu, products: DequantisedProducts, rows: EightBit):
@@ -274,7 +275,7 @@ class TwoParts(DequantisedKind):
         return self._rows.chain_fields(linear)
 
     def _dequantises(self, call: Call) -> bool:
-        """Return whether table.choose plans to dequantise the weight for this product."""
+        """Return whether table.choose plans to dequantise the weight for this GEMM."""
         weight = _weight(call)
         gemm = Gemm(call.tokens, weight.columns, weight.shape[0], operand="two_parts")
         return self.gpu.choose_gemm(gemm).kernel == "expand_rows"
@@ -287,7 +288,7 @@ def _weight(call: Call) -> QuantizedWeight:
 
 
 def _multiply_8_bit(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out (T, N) = x (T, C) @ weight.T, both int8 (out int32) or E4M3 (out float32); T above 16."""
+    """Compute out (T, N) = x (T, C) @ weight.T, both int8 (out int32) or E4M3 (out float32); T above 16."""
     if out.dtype == torch.int32:
         torch._int_mm(x, weight.t(), out=out)
         return

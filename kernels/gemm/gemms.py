@@ -1,4 +1,4 @@
-"""The products of kernels.ops.Ops on one GPU: each weight's kind computes them."""
+"""The GEMM operations of kernels.ops.Ops on one GPU, computed by each weight's kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, P
 
 
 class Gemms:
-    """linear, linears, project_qkv, finish_qkv and pack. kinds: by the names of packing.KINDS."""
+    """Implements linear, linears, project_qkv, finish_qkv and pack. kinds: by the names of packing.KINDS."""
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu

@@ -1,4 +1,4 @@
-"""Base of the weight kinds: how a product, or a projection to heads, becomes launches."""
+"""Base of the weight kinds: turns a GEMM, or a projection to heads, into launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tridecode.kernels.reference import activated, change_qkv
 
 
 class WeightKind(ABC):
-    """Launches the products of one kind of weight (packing.KINDS). Calls are checked and not empty."""
+    """Launches the GEMMs of one weight kind (packing.KINDS). Calls are already checked and not empty."""
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu
@@ -34,7 +34,7 @@ class WeightKind(ABC):
             self.activate_behind(call)
 
     def project(self, call: Call) -> None:
-        """Compute a call with heads: the product, then rotation and the write to the KV cache."""
+        """Compute a call with heads: the GEMM, then rotation and the write to the KV cache."""
         heads, fields = call.heads, call.head_fields
         assert heads is not None and fields is not None
         if heads.changes_qkv:
@@ -44,15 +44,17 @@ class WeightKind(ABC):
         finish_heads(self.gpu, call.out, heads, fields)
 
     def chain_operand(self, linear: Linear) -> str:
-        """The operand of the chained-GEMM kernel (gemm/chain.py) for this weight; "": it takes none."""
+        """Return the operand code name of the chained-GEMM kernel (gemm/chain.py) for this weight; "" if
+        unsupported.
+        """
         return ""
 
     def chain_fields(self, linear: Linear) -> dict[str, int]:
-        """The fields of tridecode_chain_step for a weight that chain_operand accepts."""
+        """Return the fields of tridecode_chain_step for a weight that chain_operand accepts."""
         raise NotImplementedError
 
     def activate_behind(self, call: Call) -> None:
-        """Compute a product, then an activation that no epilogue has, by torch."""
+        """Compute a GEMM, then, by torch, an activation that no epilogue supports."""
         assert call.activation is not None
         product = self.gpu.temporary("product", call.tokens, call.linear.weight.shape[0], call.x.dtype)
         self.launch(call._replace(out=product, activation=None, residual=None))
@@ -60,14 +62,17 @@ class WeightKind(ABC):
         call.out.copy_(product if call.residual is None else product.add_(call.residual))
 
     def run(self, kernel: str, call: Call, **fields: Any) -> None:
-        """Launch a kernel of csrc/api/gemm.h. fields: of the weight, the tile, the norm and the heads."""
+        """Launch a kernel of csrc/api/gemm.h.
+
+        fields: those of the weight, the tile, the norm and the heads.
+        """
         gpu = self.gpu
         task = {**call.fields(), "tokens": call.tokens, **gpu.scratch_fields, **fields}
         getattr(gpu.library, kernel)(gpu.stream, **task)
 
 
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:
-    """Clamp, normalise and rotate heads in place, and write keys and values. fields: of fields_of_heads."""
+    """Clamp, normalise and rotate heads in place, and write keys and values. fields: from fields_of_heads."""
     if heads.changes_qkv:
         change_qkv(qkv, heads)
     gpu.library.rotate_and_cache(

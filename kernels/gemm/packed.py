@@ -1,4 +1,4 @@
-"""Products with weights in granules of 8 or 4 bit (packed_weight.py); packed_table.py chooses the kernel."""
+"""GEMMs with weights in granules of 8 or 4 bit (packed_weight.py); packed_table.py chooses the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tridecode.kernels.operands import Linear
 
 
 class Packed(DequantisedKind):
-    """8-bit weights in granules; the kernel dequantises them for 16-bit products."""
+    """8-bit weights in granules; the kernel dequantises them for 16-bit GEMMs."""
 
     def launch(self, call: Call) -> bool:
         weight = _weight(call)
@@ -48,8 +48,11 @@ class Packed(DequantisedKind):
 
 
 class Int4(Packed):
-    """4-bit weights in granules. Up to 64 tokens on Hopper, x is rounded to int8 in two parts and int8 tensor
-    cores multiply; otherwise the kernel dequantises the weight."""
+    """4-bit weights in granules.
+
+    Up to 64 tokens on Hopper, x is quantised to int8 in two parts and int8 tensor cores multiply; otherwise
+    the kernel dequantises the weight.
+    """
 
     def launch(self, call: Call) -> bool:
         weight = _weight(call)
@@ -82,7 +85,7 @@ class Int4(Packed):
         return {"weight": weight.values.data_ptr(), "weight_groups": weight.groups.data_ptr()}
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """x[:, order] in scratch memory, until the next call."""
+        """Return x[:, order] in scratch memory, valid until the next call."""
         out = self.gpu.temporary("ordered", x.shape[0], x.shape[1], x.dtype)
         self.gpu.library.gather_columns(
             out.data_ptr(),

@@ -1,5 +1,5 @@
-"""Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); table.py chooses the
-others. A pure function, without torch or a GPU.
+"""Chooses the kernel of a GEMM whose weight is in 8 or 4 bit (packed_weight.py); table.py chooses the others.
+A pure function, without torch or a GPU.
 
     gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
     gemm_int4_stream_k_sm90  to 64 tokens, the same of large weights, stream-K through global memory
@@ -13,17 +13,17 @@ from __future__ import annotations
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan, ceil_div
 from tridecode.kernels.gemm.table_sm90 import fuses_heads_sm90, rounds_heads, stream_k_plan
 
-#: above this many tokens the weight is expanded
+#: above this many tokens the weight is dequantised first
 PACKED_TOKENS = 256
-#: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90, and how many it takes
+#: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90; its maximum number of tokens
 FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
 STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
 #: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
 INT4_TOKENS = (8, 16, 32)
 INT4_RESIDENT = 2
-#: 8 is slower. us on an H200 (bf16, random numbers, the rounding of x included), 8 tokens, split 1 / 2 / 4:
-#: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
+#: a split of 8 is slower. us on an H200 (bf16, random numbers, quantisation of x included), 8 tokens, split 1
+#: / 2 / 4: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
 INT4_SPLITS = (1, 2, 4)
 #: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS; above: gemm_int4_stream_k_sm90. 16 /
 #: 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 20.6
@@ -32,17 +32,17 @@ INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
 #: gemm_packed_sm90: 4096 x 4096: 14.3 (12.6); 6144 x 4096: 15.8 (14.5); 4096 x 14336: 23.7 (26.3); 28672 x
 #: 4096: 37.6 (44.1)
 INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 << 24
-#: fewest stages of a block
+#: minimum stages of a block
 INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
 
-_MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_packed_mma take at once
+_MMA_STEP_INPUTS = 2048  # granules that the 8 warps of gemm_packed_mma take at once
 _SUM_BYTES = 8192
 _MAX_SPLIT = 64
 
 
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
-    """The kernel, its tile, and why. granule_inputs: 64 or 128."""
+    """Choose the kernel and its tile, with the reason. granule_inputs: 64 or 128."""
     plan = _choose(gemm, granule_inputs, device)
     return (
         plan._replace(fuses_heads=False) if gemm.rounds and not rounds_heads(plan, gemm.head_size) else plan
@@ -68,7 +68,8 @@ def _choose(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
 
 def _int4(gemm: Gemm, device: Device) -> Plan:
     """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
-    once."""
+    once.
+    """
     tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
     tiles = ceil_div(gemm.outputs, 128) * ceil_div(gemm.tokens, tile_tokens)
     steps, room = ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
@@ -82,7 +83,7 @@ def _int4(gemm: Gemm, device: Device) -> Plan:
 
 
 def _int4_stream_k(gemm: Gemm, device: Device) -> Plan:
-    """One tile of tokens."""
+    """Choose gemm_int4_stream_k_sm90 with one tile of tokens."""
     steps = ceil_div(gemm.inputs, INT4_STREAM_INPUTS)
     plan = stream_k_plan(gemm._replace(operand=""), device, INT4_STREAM_TOKENS, steps)
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
@@ -90,8 +91,9 @@ def _int4_stream_k(gemm: Gemm, device: Device) -> Plan:
 
 
 def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
-    """The smallest split whose x fits twice in the shared memory of a multiprocessor; with a fused norm the
-    whole of x in one block."""
+    """Choose the smallest split whose x fits twice in the shared memory of a multiprocessor; with a fused
+    norm, one block holds all of x.
+    """
     if gemm.epilogue == "swiglu" and gemm.outputs % 16:
         return None
     rest, heads = _SUM_BYTES + 4 * 1024, _fuses_heads(gemm)
@@ -107,7 +109,7 @@ def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
 
 
 def _x_bytes(gemm: Gemm, split: int, granule_inputs: int) -> int:
-    """Shared memory of x's part of the inputs, padded to what the warps take at once."""
+    """Return the shared memory of x's slice of the inputs, padded to what the warps take at once."""
     chunks = ceil_div(ceil_div(gemm.inputs, granule_inputs), split)
     return ceil_div(chunks * granule_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
 

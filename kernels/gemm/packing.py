@@ -1,4 +1,4 @@
-"""The kind of a weight on a GPU, and how it is stored: decided once, for launches and for the memory plan.
+"""The kind of a weight on a GPU and its storage: decided once, for launches and for the memory plan.
 
     dense       rows of the activations' dtype
     int8        W8A8: weight and rounded activations in int8
@@ -8,7 +8,7 @@
     packed      8-bit weights in granules, dequantised by the kernel
     int4        4-bit weights in granules, dequantised by the kernel or multiplied as int8
 
-A new format is a row of KINDS: what it takes, what is stored, which scratch memory it needs, and a class that
+A new format needs a row of KINDS (what it accepts, what is stored, its scratch memory) and a class that
 launches it (kernels/gemm/gemms.py).
 """
 
@@ -35,14 +35,15 @@ from tridecode.kernels.scratch import expanded_weight_bytes
 
 log = logging.getLogger("tridecode.engine")
 
-#: kinds whose weight is dequantised to 16 bit in scratch memory for products of many tokens
+#: kinds whose weight is dequantised to 16 bit in scratch memory for GEMMs of many tokens
 DEQUANTISED = ("two_parts", "packed", "int4")
 KINDS = ("dense", "int8", "fp8", "fp8_blocks", *DEQUANTISED)
 
 
 class Packed(NamedTuple):
-    """linear: as the kernels read it. dequantised_bytes: scratch memory for the 16-bit copy of the weight, or
-    of a piece of it; 0: none. sorts_inputs: columns of x are gathered in the order of the weight's groups."""
+    """linear: in the kernels' layout. dequantised_bytes: scratch memory for the 16-bit copy of the weight, or
+    of a piece of it; 0: none. sorts_inputs: columns of x are gathered in the order of the weight's groups.
+    """
 
     linear: Linear
     dequantised_bytes: int = 0
@@ -50,10 +51,10 @@ class Packed(NamedTuple):
 
 
 def pack_linear(linear: Linear, dtype: torch.dtype, capability: int, is_head: bool = False) -> Packed:
-    """Store a product's weight for the GPU, or the shape of that on torch's meta device.
+    """Store a GEMM's weight for the GPU, or only its shape on torch's meta device.
 
-    dtype: of the activations. capability: 10 * major + minor. is_head: no scratch memory is kept for a head,
-    whose rows are few.
+    dtype: that of the activations. capability: 10 * major + minor. is_head: a head has few rows, so no
+    scratch memory is reserved for it.
     """
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
@@ -74,7 +75,7 @@ def pack_linear(linear: Linear, dtype: torch.dtype, capability: int, is_head: bo
 
 
 def _not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
-    """Why no kernel reads the weight; "" where one does. Values are not read on the meta device."""
+    """Return why no kernel reads the weight; "" if one does. Values are not read on the meta device."""
     why = not_packed(weight, dtype)
     if why or weight.values.is_meta:
         return why
@@ -84,7 +85,7 @@ def _not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
 
 
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """Values and float32 scales contiguous."""
+    """Store values and float32 scales contiguously."""
     return replace(weight, values=weight.values.contiguous(), scales=weight.scales.float().contiguous())
 
 

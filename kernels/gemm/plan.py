@@ -1,4 +1,4 @@
-"""A product, a GPU and a plan: what the tables of kernels read and make. Neither torch nor a GPU."""
+"""Input and output of the kernel tables: a GEMM, a GPU, a plan. Needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ class Device(NamedTuple):
     shared_bytes: int  # largest shared memory of a block
     #: clusters of 1, 2 and 3 blocks of gemm_sm90_split_k that are resident at once
     clusters: tuple[int, int, int] = (0, 0, 0)
-    #: by MPS with other processes, whose blocks may keep ours from starting: no block may wait for another
+    #: shared through MPS with other processes, whose blocks may keep ours from starting: no block may wait
+    #: for another
     shared: bool = False
     fp8_library: bool = False  # cuBLASLt multiplies E4M3 with a scale for each row and output
     fp8_block_library: bool = False  # and with one for 128 numbers of a row, and 128 x 128 of the weight
 
 
 class Gemm(NamedTuple):
-    """A product and what is fused into it, without addresses."""
+    """A GEMM and the operations fused into it, without addresses."""
 
     tokens: int
     inputs: int
-    outputs: int  # rows of the weight; of SwiGLU gate and up together
+    outputs: int  # rows of the weight; with SwiGLU, gate and up together
     epilogue: str = "linear"  # "linear": activation and residual; "swiglu"; "qkv": rotation and cache write
     bias: bool = False
     residual: bool = False
     norm: bool = False
     half: bool = True  # x and weight are float16 or bfloat16
-    out_float32: bool = False  # of a 16-bit product
+    out_float32: bool = False  # the result of a 16-bit GEMM is float32
     aligned: bool = True  # rows of x and weight begin at multiples of 16 bytes
-    out_aligned: bool = True  # rows of residual and of a 16-bit out do
+    out_aligned: bool = True  # rows of residual and of a 16-bit out do, too
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": with scales of 128 numbers of a row, and of 128 x
-    #: 128 of the weight; "two_parts", "int4": the weight is int8 or int4, x in two int8 parts
+    #: "int8", "fp8": x and weight both are (W8A8); "fp8_blocks": with scales per 128 numbers of a row, and
+    #: per 128 x 128 of the weight; "two_parts", "int4": the weight is int8 or int4, x in two int8 parts
     operand: str = ""
-    rounds: bool = False  # of "qkv": keys and values go to a cache in 8 bits
+    rounds: bool = False  # for "qkv": keys and values go to an 8-bit cache
 
 
 class Plan(NamedTuple):
@@ -50,8 +51,8 @@ class Plan(NamedTuple):
     tile_outputs: int = 0
     tile_tokens: int = 0
     split: int = 0  # parts that the inputs are split into (split-K)
-    clusters: int = 0  # of gemm_sm90_stream_k and gemm_sm90_even_split: clusters launched
-    stream_k: bool = False  # of these: a tile's inputs are shared by clusters
+    clusters: int = 0  # gemm_sm90_stream_k and gemm_sm90_even_split: clusters launched
+    stream_k: bool = False  # the same: clusters share a tile's inputs
     fuses_norm: bool = False  # else a norm kernel comes first
     fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
 
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
 #: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/kernels.md)
 LARGE_TOKENS = 64
-#: fewest stages of a cluster: each cluster that shares a tile costs the time of about one
+#: minimum stages of a cluster: each cluster that shares a tile costs about one stage
 LEAST_STAGES = 4
 
 

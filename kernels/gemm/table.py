@@ -1,4 +1,4 @@
-"""The one place that chooses a GEMM: a pure function from a product and a device to a kernel and its tile.
+"""Chooses the kernel of every GEMM: a pure function from a GEMM and a device to a kernel and its tile.
 
 out = epilogue(norm(x) @ weight^T), x (tokens, inputs), weight (outputs, inputs). kernels/gemm
 and the launchers in csrc execute the plan; a launcher refuses a tile that it has no instance of. `python -m
@@ -13,7 +13,7 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_even_split      65 to 256 tokens, likewise, four clusters share each tile's inputs evenly
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
-Products with both operands in 8 bit (gemm/eight_bit.py): W8A8 has gemm_sm90_split_k_8bit,
+GEMMs with both operands in 8 bit (gemm/eight_bit.py): W8A8 has gemm_sm90_split_k_8bit,
 gemm_sm90_stream_k_8bit and gemm_sm90_even_split_8bit, and gemm_library for many tokens of fp8. int8 weights
 with x in two int8 parts have the first two, named *_two_parts, up to TWO_PARTS_TOKENS; beyond, expand_rows:
 the weight is dequantised to 16 bit, and one of the kernels above follows. Other GPUs have gemm_mma_tiles_8bit
@@ -43,12 +43,13 @@ from tridecode.kernels.gemm.table_sm90 import (
     stream_k_plan,
 )
 
-#: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
+#: above this many tokens a weight in int8 rows is dequantised to 16 bit before the GEMM, unless x is
+#: quantised
 TWO_PARTS_TOKENS = 512
 
 
 def choose(gemm: Gemm, device: Device) -> Plan:
-    """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
+    """Choose the kernel that computes `gemm` on `device` and its tiling, with the reason."""
     plan = _choose(gemm, device)
     if not gemm.rounds or rounds_heads(plan, gemm.head_size):
         return plan
@@ -70,9 +71,9 @@ def _choose(gemm: Gemm, device: Device) -> Plan:
 
 
 def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
-    """The kernel with 8-bit operands, for any number of tokens.
+    """Choose the kernel with 8-bit operands, for any number of tokens.
 
-    The epilogue of `gemm` is one that these kernels have.
+    The epilogue of `gemm` must be one that these kernels support.
     """
     assert gemm.half and gemm.aligned and gemm.out_aligned
     if device.capability != 90:

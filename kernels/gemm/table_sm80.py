@@ -15,16 +15,16 @@ GEMV_OUTPUTS = 5120
 #: cuBLAS splits long sums of few outputs better, unless a bias costs it a kernel. 4096 x 14336, 1 / 2
 #: tokens: 32.0 / 32.1, gemm_mma 33.8 / 37.3
 LONG_INPUTS, FEW_OUTPUTS = 8192, 8192
-_MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_mma take at once
+_MMA_STEP_INPUTS = 2048  # inputs that the 8 warps of gemm_mma take at once
 _MMA_SUM_BYTES = 8192  # of the warps' partial sums
 _MMA_MAX_SPLIT = 64
 _MMA_TILES_OUTPUTS, _MMA_TILES_STAGE_INPUTS = 64, 64  # of gemm_mma_tiles: weight rows, inputs of a stage
-#: blocks of gemm_mma_tiles on a multiprocessor: what the 100 KiB of 8.6 and 8.9 hold
+#: blocks of gemm_mma_tiles on a multiprocessor: as many as fit in the 100 KiB of 8.6 and 8.9
 _MMA_TILES_RESIDENT = 2
 
 
 def plan_8_bit(gemm: Gemm, device: Device) -> Plan:
-    """W8A8 with one scale for each output. A row counts as one of half as many 16-bit words."""
+    """Plan W8A8 with one scale per output. A row counts as half as many 16-bit words."""
     plan = mma_tiles_plan(gemm._replace(inputs=gemm.inputs // 2), device)
     if plan is None:
         return Plan("library_8_bit", f"more than {MMA_TILES_TOKENS[-1]} tokens")
@@ -33,8 +33,11 @@ def plan_8_bit(gemm: Gemm, device: Device) -> Plan:
 
 
 def small_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """The smallest split whose x fits twice in the shared memory of a multiprocessor: one block streams
-    weights while the other adds up. A fused norm needs the whole row in one block."""
+    """Choose the smallest split whose x fits twice in the shared memory of a multiprocessor: one block
+    streams weights while the other adds up.
+
+    A fused norm needs the whole row in one block.
+    """
     rest = _MMA_SUM_BYTES + 2 * 1024
     if gemm.norm and _mma_x_bytes(gemm, 1) <= device.shared_bytes - rest - 1024:
         return Plan("gemm_mma", "1 or 2 tokens, norm fused", 16, 8, 1, fuses_norm=True, fuses_heads=True)
@@ -46,7 +49,8 @@ def small_plan(gemm: Gemm, device: Device) -> Plan | None:
 
 def mma_tiles_plan(gemm: Gemm, device: Device) -> Plan | None:
     """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
-    once."""
+    once.
+    """
     if gemm.tokens > MMA_TILES_TOKENS[-1]:
         return None
     tiles = ceil_div(gemm.outputs, _MMA_TILES_OUTPUTS)
@@ -64,6 +68,6 @@ def mma_tiles_plan(gemm: Gemm, device: Device) -> Plan | None:
 
 
 def _mma_x_bytes(gemm: Gemm, split: int) -> int:
-    """Shared memory of x's part of the inputs, padded to what the warps take at once."""
+    """Return the shared memory of x's slice of the inputs, padded to what the warps take at once."""
     slice_inputs = ceil_div(ceil_div(gemm.inputs, 32), split) * 32
     return ceil_div(slice_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens

@@ -8,7 +8,7 @@ DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 #: tokens of a tile of gemm_sm90_stream_k, by epilogue
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
-#: and of gemm_sm90_stream_k_8bit; fp8 has room for two sets of sums up to 128
+#: and of gemm_sm90_stream_k_8bit; fp8 has registers for its two sets of accumulators only up to 128
 STREAM_K_8BIT_TOKENS = {
     "linear": (16, 32, 64, 128, 256),
     "qkv": (16, 32, 64, 128, 256),
@@ -21,15 +21,14 @@ STREAM_K_TWO_PARTS_TOKENS = {
     "qkv": (16, 32, 64, 128),
     "swiglu": (32, 64, 96, 128),
 }
-#: and of gemm_sm90_even_split, and of gemm_sm90_even_split_8bit but for fp8 up to 128; its clusters per tile
+#: and of gemm_sm90_even_split and gemm_sm90_even_split_8bit (fp8 only up to 128); its clusters per tile
 EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
-#: beginnings of the names of kernels whose epilogue rounds keys and values for a cache in 8 bits, and the
-#: sizes of their heads
+#: name prefixes of kernels whose epilogue quantises keys and values for an 8-bit cache, and their head sizes
 ROUNDING_KERNELS = ("gemm_sm90_split_k", "gemm_sm90_stream_k", "gemm_packed_sm90")
 ROUNDED_HEADS = (64, 128)
-#: and the most tokens of their tiles. LLaMA-3-8B, W8A8, us a step with a launch of its own for rounding / in
-#: the epilogue, 1, 8 and 64 tokens: 2560 / 2538, 2813 / 2726, 3797 / 3546; in tiles of 128 tokens the
-#: epilogue took 15 to 20 us longer a layer
+#: and the maximum tokens of their tiles. LLaMA-3-8B, W8A8, us per step with a separate launch for
+#: quantisation / in the epilogue, 1, 8 and 64 tokens: 2560 / 2538, 2813 / 2726, 3797 / 3546; in tiles of 128
+#: tokens the epilogue took 15 to 20 us longer a layer
 ROUNDED_TOKENS = 64
 #: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
@@ -43,9 +42,9 @@ EVEN_SPLIT_STAGES = 100
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
 #: to 256 by bandwidth, from 1024 on by the pass (docs/lab/kernels.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
-#: 2/3 of the multiprocessors read weights as fast as all of them, and leave the rest to the next kernel
+#: 2/3 of the multiprocessors read weights as fast as all of them, which leaves the rest to the next kernel
 SPLIT_K_FILL = (2, 3)
-#: but a block that loads more stages than this takes longer than stream-K's equal shares do
+#: but a block that loads more stages than this takes longer than stream-K's equal shares
 SPLIT_K_STAGES = 80
 #: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
 IDLE_SHARE = 20
@@ -62,39 +61,39 @@ SHARING_COST, LEAST_TILE_COST = 6000, 120
 #: 1.45 waves: 181 / 160, 2.18: 272 / 247, 3.39: 367 / 463, 7.76: 779 / 1066; fp8, tiles of 128, 1.45: 117 /
 #: 105, 2.42: 177 / 232
 SHARED_WAVES = 2.25
-#: what a stage of a tile of fewer than 256 tokens costs besides them: weights are loaded more often. SwiGLU
+#: fixed cost of a stage of a tile of fewer than 256 tokens, in tokens: weights are loaded more often. SwiGLU
 #: of 28672 x 4096 in int8, tiles of 128 and 256 tokens, 1280 tokens (17 and 9 waves): 237 and 214, 2304 (31
 #: and 16): 430 and 396, 8192 (109 and 55): 1586 and 1513; tiles of 192 and 256, 700 tokens (7 and 6): 142 and
-#: 150. Not of x in two parts, 128256 x 4096, tiles of 64 and 128, 256 tokens: 429 and 439
+#: 150. Does not apply to x in two parts: 128256 x 4096, tiles of 64 and 128, 256 tokens: 429 and 439
 SMALL_TILE_COST = 16
-#: from this many tokens on cuBLASLt takes less for E4M3, the passes that follow included (SwiGLU, rotation).
-#: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
-#: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
+#: from this many tokens on cuBLASLt is faster for E4M3, including the passes that follow (SwiGLU, rotation).
+#: Without quantisation of x, our kernel / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096
+#: x 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
 FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
-#: and for E4M3 in blocks, the rounding of x included, here / cuBLASLt, 64, 96 and 4096 tokens: 6144 x 4096:
-#: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of 28672 x
-#: 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
+#: and for block-scaled E4M3, including quantisation of x, our kernel / cuBLASLt, 64, 96 and 4096 tokens: 6144
+#: x 4096: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of
+#: 28672 x 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
 FP8_BLOCK_LIBRARY_TOKENS = 65
 #: chained-GEMM kernel (gemm/chain.py): the most tokens of a launch, for dense products with a hidden size of
 #: at most CHAIN_OUTPUTS; one token for all others. ms a step on an H200, chained and as single products, at
 #: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
 #: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
 CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
-_STAGE_BYTES = 128  # of a row in a pipeline stage: the width of the swizzle
+_STAGE_BYTES = 128  # bytes of a row in a pipeline stage: the width of the swizzle
 _SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
 _STREAM_K_OUTPUTS = 256  # of a cluster's tile
 
 
 def chain_tokens(operand: str, outputs: int) -> int:
-    """The most tokens for which the chained-GEMM kernel is faster than single products.
+    """Return the most tokens for which the chained-GEMM kernel is faster than single GEMMs.
 
-    operand: a name of tridecode_operand. outputs: of the first product.
+    operand: a name of tridecode_operand. outputs: those of the first GEMM.
     """
     return CHAIN_TOKENS if operand == "dense" and outputs <= CHAIN_OUTPUTS else 1
 
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
-    """Return whether the kernel of a "qkv" product writes keys and values to a cache in 8 bits."""
+    """Return whether the kernel of a "qkv" GEMM writes keys and values to an 8-bit cache."""
     fits = head_size in ROUNDED_HEADS and plan.tile_tokens <= ROUNDED_TOKENS
     return plan.fuses_heads and plan.kernel.startswith(ROUNDING_KERNELS) and fits
 
@@ -122,10 +121,11 @@ def large_plan(gemm: Gemm, device: Device) -> Plan | None:
 
 
 def fp8_library_tokens(gemm: Gemm, device: Device) -> int:
-    """The fewest tokens of a product of E4M3 that cuBLASLt takes; 0: none."""
+    """Return the minimum tokens of an E4M3 GEMM that cuBLASLt computes; 0: none."""
     if gemm.outputs % 16 or not gemm.operand.startswith("fp8"):
         return 0
-    if gemm.operand == "fp8_blocks":  # cuBLASLt's rows of scales, of both operands, are multiples of 16 bytes
+    # rows of scales, for both operands, must be multiples of 16 bytes for cuBLASLt
+    if gemm.operand == "fp8_blocks":
         whole = gemm.inputs % (4 * _STAGE_BYTES) == 0 and gemm.tokens % 4 == 0
         takes = device.fp8_block_library and whole
         return FP8_BLOCK_LIBRARY_TOKENS if takes else 0
@@ -135,8 +135,11 @@ def fp8_library_tokens(gemm: Gemm, device: Device) -> int:
 
 
 def library_rows(gemm: Gemm, device: Device) -> int:
-    """The first rows, a multiple of 4, of a product of E4M3 in blocks that cuBLASLt takes where it does not
-    take all of them, so that the rest is a product of its own; 0: it takes all or none."""
+    """Return how many rows of a block-scaled E4M3 GEMM cuBLASLt computes if it cannot compute all, a multiple
+    of 4.
+
+    The remaining rows are a separate GEMM. 0: cuBLASLt computes all rows or none.
+    """
     rows = gemm.tokens - gemm.tokens % 4
     if rows == gemm.tokens or gemm.operand != "fp8_blocks":
         return 0
@@ -145,7 +148,7 @@ def library_rows(gemm: Gemm, device: Device) -> int:
 
 
 def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
-    """Tokens of a tile of stream-K."""
+    """Return the possible tile sizes, in tokens, of stream-K."""
     if gemm.operand == "two_parts":
         return STREAM_K_TWO_PARTS_TOKENS[gemm.epilogue]
     sizes = STREAM_K_8BIT_TOKENS[gemm.epilogue]
@@ -153,8 +156,9 @@ def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
 
 
 def large_8_bit_plan(gemm: Gemm, device: Device) -> Plan:
-    """The tile that takes the fewest waves of whole tiles, or shared tiles where these take less; of equals
-    the largest."""
+    """Choose the tile with the fewest waves of whole tiles, or shared tiles if they take less; of equals the
+    largest.
+    """
     most, steps, rows = device.multiprocessors // 2, _steps(gemm), ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
     ways = []
     for tile_tokens in _8_bit_sizes(gemm):
@@ -170,7 +174,7 @@ def large_8_bit_plan(gemm: Gemm, device: Device) -> Plan:
 
 
 def _tile_cost(operand: str, columns: int) -> int:
-    """Cost of one pipeline stage of a tile. The smallest tiles are bound by their loads."""
+    """Return the cost of one pipeline stage of a tile. The smallest tiles are bound by their loads."""
     more = SMALL_TILE_COST if columns < 256 and operand != "two_parts" else 0
     return max(columns + more, LEAST_TILE_COST + columns // 16)
 
@@ -196,7 +200,9 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
 
 
 def even_split_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """EVEN_SPLIT clusters for each tile, where these are resident at once and at least two thirds of all."""
+    """Choose EVEN_SPLIT clusters per tile if they are resident at once and occupy at least two thirds of the
+    device.
+    """
     sizes = EVEN_SPLIT_TOKENS[:1] if gemm.operand.startswith("fp8") else EVEN_SPLIT_TOKENS
     if gemm.epilogue != "linear" or gemm.operand == "two_parts" or _steps(gemm) < EVEN_SPLIT_STAGES:
         return None
@@ -217,9 +223,9 @@ def even_split_plan(gemm: Gemm, device: Device) -> Plan | None:
 
 
 def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps: int = 0) -> Plan:
-    """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave.
+    """Choose the fewest tiles of tokens, and of those the smallest; whole tiles if they fill the last wave.
 
-    sizes: tokens of a tile, those of gemm_sm90_stream_k unless given. steps: stages of a tile, likewise.
+    sizes: tokens of a tile, default: those of gemm_sm90_stream_k. steps: stages of a tile, likewise.
     """
     sizes = sizes or (_8_bit_sizes(gemm) if gemm.operand else STREAM_K_TOKENS[gemm.epilogue])
     tile_tokens = at_least(ceil_div(gemm.tokens, ceil_div(gemm.tokens, sizes[-1])), sizes)
@@ -247,12 +253,12 @@ def _stream_k(gemm: Gemm, device: Device, tile_tokens: int, stream: bool, steps:
 
 
 def _steps(gemm: Gemm) -> int:
-    """Pipeline stages of a tile."""
+    """Return the pipeline stages of a tile."""
     return ceil_div(gemm.inputs * (1 if gemm.operand else 2), _STAGE_BYTES)
 
 
 def data_parallel_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """The tile that gives the busiest multiprocessor the fewest weight rows; of equals the largest."""
+    """Choose the tile that gives the busiest multiprocessor the fewest weight rows; of equals the largest."""
     tile_tokens = at_least(gemm.tokens, DATA_PARALLEL_TOKENS)
     if gemm.tokens > tile_tokens or gemm.outputs * gemm.inputs >= LARGE_WEIGHTS or gemm.rotary_size:
         return None
