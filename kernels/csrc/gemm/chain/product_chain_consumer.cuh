@@ -24,14 +24,14 @@ struct Consumer {
   const Places& places;
   Rows<X, VALUES> rows;
   int lane, warp;
-  uint32_t weights, groups;          // of the warp's first unit in the ring's first slot
-  uint32_t x, all;                   // of the first unit: the lane's piece of x, sums of inputs
-  int x_apart, all_apart;            // of the next piece; of the next unit
-  uint32_t own_sums;                 // in the first buffer
-  int slot, parity = 0;              // slot: of the warp's next stage
-  unsigned int stage = 0, sent = 0;  // of all products: the next tile's first stage, tiles sent
+  uint32_t weights, groups;          // address of the warp's first unit in the ring's first slot
+  uint32_t x, all;                   // first unit: the lane's piece of x, sums of inputs
+  int x_apart, all_apart;            // distance to the next piece; to the next unit
+  uint32_t own_sums;                 // address in the first buffer
+  int slot, parity = 0;              // slot of the warp's next stage
+  unsigned int stage = 0, sent = 0;  // over all GEMMs: the next tile's first stage, tiles sent
   int turn = 0;
-  unsigned int before = 0;  // tiles of earlier products
+  unsigned int before = 0;  // tiles of earlier GEMMs
 
   __device__ __forceinline__ Consumer(const Chain& given, const Places& at, unsigned int launch,
                                       int own_lane, int own_warp)
@@ -60,15 +60,15 @@ struct Consumer {
   }
 
   // The warp's partial sums of a tile. of: the lane's token, rows g and g + 8. products:
-  // accumulators in register order, for int8 and 16 bit; of even and odd pieces.
+  // accumulators in register order, for int8 and 16 bit; separate for even and odd pieces.
   struct Totals {
     float of[2];
     Number products[2][4];
   };
 
-  // The warp's unit of a stage of rows. The lanes of a row read its pieces of 16 bytes 0, 2, 4, 6,
-  // then 1, 3, 5, 7. E4M3 instructions keep 14 bits of a sum: few inputs each. Other sums go on
-  // through the tile.
+  // Multiplies the warp's unit of a stage of rows. The lanes of a row read its 16-byte pieces 0, 2,
+  // 4, 6, then 1, 3, 5, 7. E4M3 instructions keep 14 bits of a sum, so each sums few inputs. Other
+  // sums continue through the tile.
   __device__ __forceinline__ void multiply_box(Totals& totals, uint32_t at, int unit) const {
     const uint32_t piece = x + 2 * unit * x_apart;
     uint4 a0[2], a1[2], b[2];
@@ -92,9 +92,9 @@ struct Consumer {
     }
   }
 
-  // COUNT of the warp's chunks of a stage of 4-bit weights: 254 times the numbers that x's high
-  // part stands for. The values are multiplied as they are, 0 to 15, and the zero with the sum of
-  // the group's inputs.
+  // Multiplies COUNT of the warp's chunks of a stage of 4-bit weights; the sums are scaled by 254.
+  // The values, 0 to 15, are multiplied without subtracting the zero, which is multiplied by the
+  // sum of the group's inputs instead.
   template <int COUNT>
   __device__ __forceinline__ void multiply_chunks(Totals& totals, uint32_t at, uint32_t of_groups,
                                                   int unit) const {
@@ -146,7 +146,7 @@ struct Consumer {
     }
   }
 
-  // unit: the warp's first; left: those from it on.
+  // unit: the warp's first; left: number of units from it on.
   __device__ __forceinline__ void multiply_stage(Totals& totals, int unit, int left) {
     const uint32_t at = slot * F::kStageBytes;
     barrier_wait(places.full(slot), parity);
@@ -163,7 +163,7 @@ struct Consumer {
     if (lane == 0) barrier_arrive(places.empty(slot));
   }
 
-  // Gives the sums of a tile to a finisher.
+  // Passes the sums of a tile to a finisher.
   __device__ __forceinline__ void send_sums(const Totals& totals) {
     Sum sums[2];
 #pragma unroll
