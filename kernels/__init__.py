@@ -1,4 +1,4 @@
-"""The operations of a model: contracts in ops.py, definitions in reference.py, fast implementations in cpu.py
+"""The operations of a model: contracts in ops.py, definitions in reference/, fast implementations in cpu.py
 and cuda.py.
 """
 

@@ -40,6 +40,7 @@ SPILLS = {
     "gemm_packed_mma.cu": 32,
     "decode_attention.cu": 328,
     "decode_attention_8bit.cu": 64,
+    "decode_several.cu": 376,
     "gemm_sm90_split_k_8bit.cu": 16,
     "gemm_sm90_stream_k.cu": 16,
     "product_chain_sm90a.cu": 28,

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from tridecode.kernels.formats.quantized import LOW_STEPS, QuantizedWeight
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear
-from tridecode.kernels.reference import Reference, cached_keys, causal_attention
+from tridecode.kernels.reference import Reference
+from tridecode.kernels.reference.attention import cached_keys, causal_attention
 
 log = logging.getLogger("tridecode.engine")
 
@@ -112,9 +113,9 @@ class Cpu(Reference):
         if not self.batch_invariant:
             super().prefill_attention(qkv, heads, batch, cache, out=out)
             return
-        base, queries = batch.num_decodes, heads.num_heads * heads.head_size
+        base, queries = batch.decode_tokens, heads.num_heads * heads.head_size
         starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-        for row in range(base, batch.num_rows):
+        for row in range(batch.num_decodes, batch.num_rows):
             first, last = starts[row] - base, starts[row + 1] - base
             if first < last:
                 k, v = cached_keys(cache, batch.block_tables[row], lens[row], qkv.dtype)

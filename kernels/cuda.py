@@ -17,9 +17,9 @@ from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.peer_sums import PeerSums
-from tridecode.kernels.reference import beam_candidates
+from tridecode.kernels.reference.sampling import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
 from tridecode.kernels.scratch import arena_bytes, expanded_bytes
 
@@ -118,6 +118,18 @@ class Cuda:
     ) -> None:
         self._sampling.sample(logits, slots, state, tokens, log_probs)
 
+    def verify(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        state: SamplingState,
+        *,
+        tokens: Tensor,
+        log_probs: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        self._sampling.verify(logits, batch, state, tokens, log_probs, accepted)
+
     def sample_shared(
         self,
         logits: Tensor,
@@ -147,6 +159,37 @@ class Cuda:
             last_tokens.data_ptr(),
             slots.shape[0],
             self.gpu.stream,
+        )
+
+    def place_rows(self, batch: Batch, state: SamplingState, block_tokens: int) -> None:
+        count, tables = batch.decode_tokens, batch.block_tables
+        arrays = {
+            "token_ids": batch.token_ids,
+            "positions": batch.positions,
+            "kv_slots": batch.kv_slots,
+            "context_lens": batch.context_lens,
+            "block_tables": tables,
+            "query_starts": batch.query_starts,
+            "slots": batch.sample_slots,
+            "last_tokens": state.last_tokens,
+            "lengths": state.lengths,
+            "drafts": state.drafts,
+        }
+        indices("place_rows", *arrays.items())
+        if batch.decode_queries > MOST_QUERIES or batch.sample_slots.shape[0] < count:
+            raise ShapeError(
+                f"place_rows: rows of up to {batch.decode_queries} tokens and {batch.sample_slots.shape[0]} "
+                f"slots of {count} tokens; wanted at most {MOST_QUERIES} tokens a row, and a slot for each"
+            )
+        contiguous("place_rows", ("block_tables", tables), ("drafts", state.drafts))
+        self.gpu.library.place_rows(
+            self.gpu.stream,
+            **{name: tensor.data_ptr() for name, tensor in arrays.items()},
+            table_stride=tables.stride(0),
+            num_rows=batch.num_decodes,
+            columns=tables.shape[1],
+            block_tokens=block_tokens,
+            num_drafts=state.drafts.shape[1],
         )
 
     def embed(

@@ -9,7 +9,7 @@ from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.call import check_qkv, fields_of_heads
 from tridecode.kernels.gemm.kind import finish_heads
 from tridecode.kernels.gpu import DTYPES, Gpu, cache_fields, check_cache, pointer
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear
+from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.scratch import NUM_COUNTERS
 
@@ -30,11 +30,15 @@ class CudaAttention:
         out: Tensor,
         unfinished: Linear | None = None,
     ) -> None:
-        gpu, rows = self._gpu, batch.num_decodes
-        _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
+        gpu, rows, several = self._gpu, batch.num_decodes, batch.decode_queries > 1
+        _check_attention("decode_attention", qkv, heads, batch, cache, out, batch.decode_tokens)
         if rows == 0:
             return
-        if unfinished is not None and _finishes_apart(heads, unfinished):
+        if batch.decode_queries > MOST_QUERIES:
+            raise ShapeError(
+                f"decode_attention: rows of {batch.decode_queries} queries; at most {MOST_QUERIES}"
+            )
+        if unfinished is not None and (several or _finishes_apart(heads, unfinished)):
             check_qkv("finish_qkv", qkv, heads, batch, cache)
             finish_heads(gpu, qkv, heads, fields_of_heads(heads, batch, cache))
             unfinished = None
@@ -45,6 +49,8 @@ class CudaAttention:
         if unfinished is not None:
             indices("decode_attention", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
             fields |= fields_of_heads(heads, batch, cache)
+        if several:
+            fields |= {"query_starts": batch.query_starts.data_ptr(), "max_query": batch.decode_queries}
         gpu.library.decode_attention(
             gpu.stream,
             num_rows=rows,
@@ -56,7 +62,7 @@ class CudaAttention:
         )
 
     def prefill(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
-        tokens = batch.num_tokens - batch.num_decodes
+        tokens = batch.num_tokens - batch.decode_tokens
         _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
         if tokens == 0:
             return

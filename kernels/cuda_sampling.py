@@ -10,6 +10,7 @@ from torch import Tensor
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
 from tridecode.kernels.gpu import Gpu
 from tridecode.kernels.library import KernelError
+from tridecode.kernels.operands import MOST_QUERIES, Batch
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.sampling_state import SamplingState
 
@@ -38,6 +39,35 @@ class CudaSampling:
     ) -> None:
         fields = self._sample_fields(logits, slots, state, tokens, log_probs)
         self._gpu.library.sample(self._gpu.stream, **fields)
+
+    def verify(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        state: SamplingState,
+        tokens: Tensor,
+        log_probs: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        """`verify` of kernels.ops.Ops."""
+        rows, count = batch.num_decodes, batch.decode_tokens
+        fields = self._sample_fields(logits, batch.sample_slots[:count], state, tokens, log_probs)
+        if batch.decode_queries > MOST_QUERIES or accepted.shape != (rows,):
+            raise ShapeError(
+                f"verify: {rows} rows of up to {batch.decode_queries} tokens and accepted "
+                f"{tuple(accepted.shape)}; wanted at most {MOST_QUERIES} tokens and ({rows},)"
+            )
+        given = (
+            ("token_ids", batch.token_ids),
+            ("query_starts", batch.query_starts),
+            ("context_lens", batch.context_lens),
+            ("accepted", accepted),
+        )
+        indices("verify", *given)
+        fields |= {name: tensor.data_ptr() for name, tensor in given}
+        self._gpu.library.verify(
+            self._gpu.stream, lengths=state.lengths.data_ptr(), num_decodes=rows, **fields
+        )
 
     def sample_shared(
         self,

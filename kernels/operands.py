@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from tridecode.kernels.ops import Ops
@@ -124,13 +125,18 @@ class CacheLayer:
         return (self.blocks,) if self.scales is None else (self.blocks.view(torch.int8), self.scales)
 
 
+#: tokens that a decode row may have
+MOST_QUERIES = MOST_DRAFTS + 1
+
+
 @dataclass
 class Batch:
-    """One step on the device. Rows are sequences: the first `num_decodes` have one new token each,
-    the others (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are
-    int32.
+    """One step as the device sees it. Rows are sequences: the first `num_decodes` decode, the others are
+    prompts or chunks of them. Row b has the tokens query_starts[b] .. query_starts[b + 1] - 1. A decode row
+    has one or, in a step that verifies proposed tokens, up to MOST_QUERIES. All index tensors are int32.
 
     A padded row of a graph has context_lens 0, slot -1 and kv_slots -1: it reads nothing and writes nothing.
+    In a step that verifies, padded rows have no tokens, and padded tokens follow those of the rows.
     """
 
     token_ids: Tensor  # (T,)
@@ -145,8 +151,15 @@ class Batch:
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
+    decode_queries: int = 1  # tokens of the longest decode row, or an upper bound
+    decode_tokens: int = -1  # of all decode rows, with padding; -1: one a row
+    verifies: bool = False  # decode rows are placed and verified (Ops.place_rows, Ops.verify)
     #: values derived once per step and used by several layers; every Batch has its own
     memo: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.decode_tokens < 0:
+            self.decode_tokens = self.num_decodes
 
     @property
     def num_tokens(self) -> int:

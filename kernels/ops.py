@@ -1,4 +1,4 @@
-"""The contracts of a model's operations. operands.py has the types of their arguments, reference.py defines
+"""The contracts of a model's operations. operands.py has the types of their arguments, reference/ defines
 their results, cuda.py is the fast implementation.
 
 Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads
@@ -70,6 +70,18 @@ class Ops(Protocol):
         token that the last step sampled and the host has not read yet.
 
         token_ids: (T,) int32, changed in place. slots: (B',) int32, B' <= T. last_tokens: (S,) int32.
+        """
+        ...
+
+    def place_rows(self, batch: Batch, state: SamplingState, block_tokens: int) -> None:
+        """Complete decode rows whose tokens, positions or lengths only the device knows; in place.
+
+        Let row b have n tokens, t = query_starts[b] + i its token i and s = sample_slots[t], which is the
+        row's slot for all of them. token_ids[t] < 0 becomes state.last_tokens[s] if i = 0, else
+        state.drafts[s, i - 1]; 0 if s < 0. Where context_lens[b] < 0, let p = state.lengths[s] + i: p is
+        added to positions[t], which holds the shift of the rotary table, kv_slots[t] becomes the place of p
+        in the row's blocks (-1 beyond block_tables), and context_lens[b] becomes state.lengths[s] + n. Other
+        values stay. block_tokens: P.
         """
         ...
 
@@ -168,11 +180,13 @@ class Ops(Protocol):
         out: Tensor,
         unfinished: Linear | None = None,
     ) -> None:
-        """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b]
-        cached tokens of row b, itself included, or over the last heads.window of them.
+        """Causal attention of the decode rows over their cached tokens. Query i of the n of row b, the first
+        H * D columns of qkv[query_starts[b] + i], stands at position context_lens[b] - n + i. It sees the
+        tokens up to itself, or the last heads.window of them.
 
-        qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with
-        context_lens 0 gets zeros. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position) or
+        qkv: (decode_tokens, (H + 2K) * D) X, rows contiguous. out: (decode_tokens, H * D) X. A row with
+        context_lens 0 gets zeros; rows of out without a decode row stay. decode_queries is at most
+        MOST_QUERIES. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position) or
         key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
 
@@ -187,8 +201,8 @@ class Ops(Protocol):
         """Causal attention of the rows from num_decodes on: query i of row b has position context_lens[b] -
         its query count + i and attends to the cached tokens up to itself.
 
-        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
-        prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise like decode_attention.
+        qkv: (T - decode_tokens, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
+        prompts need not read the cache. out: (T - decode_tokens, H * D) X. Otherwise like decode_attention.
         """
         ...
 
@@ -226,6 +240,32 @@ class Ops(Protocol):
         max(top_p_now * top_p_decay, top_p_min).
         Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
         draw.
+        """
+        ...
+
+    def verify(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        state: SamplingState,
+        *,
+        tokens: Tensor,
+        log_probs: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        """Choose a token behind each token of the decode rows, keep those of each row up to the first that
+        differs from the row's next token, and update the state.
+
+        logits: (N, V) float32 behind the N = decode_tokens tokens, overwritten. The first N of
+        batch.sample_slots are their slots; no two rows have the same one. The token at i of a row is the one
+        that `sample` would choose if the row's tokens 1 .. i had been sampled before: number generated + i
+        of the random generator, and so on for every parameter. accepted: (num_decodes,) int32, 1 more than
+        the number of leading tokens that equal the row's next one; 0 for a row without tokens or of slot -1.
+        tokens: (N,) int32 and log_probs: (N,) float32 as of `sample` for the first accepted[b] tokens of row
+        b, undefined behind them. The state becomes what `sample` makes of these tokens one after another,
+        and state.lengths[slot] becomes context_lens[b] - n + accepted[b] for a row of n tokens.
+        Source: Leviathan et al. 2023, with a deterministic draft: a draw depends on nothing but the sequence
+        and its seed, so that accepted tokens are those of one token a step.
         """
         ...
 

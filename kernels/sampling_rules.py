@@ -3,7 +3,8 @@ logits or limits the candidate ids.
 
 LOGIT_RULES change the logits, KEEP_RULES then drop the ids below a bound; both apply in the order of the
 tables. Reference.sample, the sampler over a shared vocabulary and the candidates of beams all use them.
-csrc/sampling/sampling.cu is the other implementation; the contract is in ops.py (sample).
+csrc/sampling/sampling_row.cuh and sampling_draw.cuh are the other implementation; ops.py (sample) is the
+contract.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
 #: values in place of a token: the row's logits are not finite; every id is impossible
 BROKEN_LOGITS, NO_TOKEN = -1, -2
 MOST_COUNTED = 32_767  # maximum count of a token for penalties
+#: maximum number of tokens that are proposed behind a sequence's newest one
+MOST_DRAFTS = 15
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class SamplingState:
     """Device-side sampling state, one entry per batch slot. Only `sample` and the engine's slot starts and
     copies write it.
 
-    slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32.
+    slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32. lengths: (S,) int32, tokens
+    of the sequence in the cache, kept by `verify` alone: plans know them otherwise. drafts: (S, MOST_DRAFTS)
+    int32, the tokens that a drafter on the device proposes behind last_tokens.
     history: (S, L) int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16,
     occurrences of each id in prompt and output, kept only for slots with penalties.
     bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
@@ -34,6 +38,8 @@ class SamplingState:
 
     slots: Tensor
     last_tokens: Tensor
+    lengths: Tensor
+    drafts: Tensor
     history: Tensor
     counts: Tensor
     bad_ids: Tensor
@@ -62,6 +68,8 @@ class SamplingState:
         return cls(
             slots=words(neutral).to(device),
             last_tokens=zeros(1)[:, 0],
+            lengths=zeros(1)[:, 0],
+            drafts=zeros(MOST_DRAFTS),
             history=zeros(max_tokens),
             counts=zeros(vocab_size, torch.int16),
             bad_ids=zeros(max_bad_word_tokens),

@@ -12,10 +12,10 @@ SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 #: exchange buffer of the chained-GEMM kernel (product_chain_sm90a.cu)
 EXCHANGE_BYTES = 1 << 20
-#: decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
+#: decode_attention.cuh, decode_columns.cuh: blocks of the grid, warps of a block, heads of a group,
 #: the largest head
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
-#: csrc/sampling/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
+#: csrc/sampling/sampling_row.cuh: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
 

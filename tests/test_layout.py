@@ -321,8 +321,6 @@ _LONGER = {
     "backend/engine/schedule/planner.py": 520,
     "backend/engine/schedule/scheduler.py": 480,
     "kernels/csrc/gemm/sm90/gemm_sm90_epilogue.cuh": 458,
-    "kernels/csrc/sampling/sampling.cu": 820,
-    "kernels/reference.py": 550,
 }
 
 

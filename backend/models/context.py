@@ -139,7 +139,7 @@ class Context:
         if found is None:
             tokens = self.num_tokens
             whole = getattr(self.work, name).view(-1)[: tokens * columns].view(tokens, columns)
-            decodes = self.batch.num_decodes
+            decodes = self.batch.decode_tokens
             found = self._parts[name, columns] = Parts(whole, whole[:decodes], whole[decodes:])
         return found
 

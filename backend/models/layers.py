@@ -31,13 +31,13 @@ def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, ca
     unfinished = None
     if rows is not None:
         ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
-    elif batch.num_decodes == batch.num_tokens:
+    elif batch.decode_tokens == batch.num_tokens:
         unfinished = qkv
     else:
         ops.finish_qkv(projected.whole, heads, batch, cache)
     if batch.num_decodes:
         ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes, unfinished=unfinished)
-    if batch.num_decodes < batch.num_tokens:
+    if batch.decode_tokens < batch.num_tokens:
         ops.prefill_attention(projected.prompts, heads, batch, cache, out=out.prompts)
     return out.whole
 

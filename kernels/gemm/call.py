@@ -14,7 +14,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.plan import Gemm
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, pointer
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm
-from tridecode.kernels.reference import GATED
+from tridecode.kernels.reference.products import GATED
 
 
 class Call(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu
 from tridecode.kernels.operands import Heads, Linear
-from tridecode.kernels.reference import activated, change_qkv
+from tridecode.kernels.reference.products import activated, change_qkv
 
 
 class WeightKind(ABC):

@@ -15,10 +15,14 @@ def make_heads(place: Place, num_heads: int, num_kv_heads: int, head_size: int, 
     return Heads(num_heads, num_kv_heads, head_size, head_size**-0.5, None, slopes)
 
 
-def make_batch(place: Place, contexts: list[int], queries: list[int], block_tokens: int) -> Batch:
-    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new. Rows of one query
-    come first and are decode rows."""
-    num_decodes = next((b for b, count in enumerate(queries) if count != 1), len(queries))
+def make_batch(
+    place: Place, contexts: list[int], queries: list[int], block_tokens: int, decodes: int | None = None
+) -> Batch:
+    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new. The first `decodes`
+    decode; None: all rows of one query, which come first."""
+    num_decodes = decodes
+    if num_decodes is None:
+        num_decodes = next((b for b, count in enumerate(queries) if count != 1), len(queries))
     columns = max(-(-max(contexts) // block_tokens), 1) + 1
     rows = len(contexts)
     order = torch.randperm(rows * columns, generator=place.generator)
@@ -41,6 +45,8 @@ def make_batch(place: Place, contexts: list[int], queries: list[int], block_toke
         query_starts=ints(starts),
         sample_tokens=ints([start - 1 for start in starts[1:]]),
         sample_slots=ints(range(rows)),
+        decode_queries=max(queries[:num_decodes], default=1),
+        decode_tokens=starts[num_decodes],
         num_decodes=num_decodes,
         max_query=max(queries[num_decodes:], default=0),
         max_context=max(contexts),

@@ -10,8 +10,8 @@ from tests.kernels.conftest import Place
 from tridecode.backend.engine.device.sampling import start_slots
 from tridecode.backend.engine.step.plan import SlotStart
 from tridecode.backend.wire.sampling_params import SamplingParams
-from tridecode.kernels import reference
 from tridecode.kernels.checks import ShapeError
+from tridecode.kernels.reference import sampling
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
 
 
@@ -64,7 +64,7 @@ def test_temperature_penalties_and_bans_of_each_row(
     place: Place, part: int, generated: int, monkeypatch
 ) -> None:
     """Also where the rows are taken in parts."""
-    monkeypatch.setattr(reference, "_CANDIDATE_LOGITS", 300 * part)
+    monkeypatch.setattr(sampling, "_CANDIDATE_LOGITS", 300 * part)
     logits = np.random.default_rng(1).normal(0, 3, (5, 300)).astype(np.float32)
     temperature, repetition = [[0.5], [1.0], [3.0]], [[1.0], [1.7], [0.8]]
     presence, frequency = [[0.0], [0.4], [-1.0]], [[0.25], [0.0], [0.5]]

@@ -40,7 +40,8 @@ from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, choose
 from tridecode.kernels.gpu import ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.operands import Linear, Norm
-from tridecode.kernels.reference import Reference, activated
+from tridecode.kernels.reference import Reference
+from tridecode.kernels.reference.products import activated
 
 INPUTS = 144
 #: "rows": int8 with x in two parts. The others are packed

@@ -18,7 +18,7 @@ from torch import Tensor
 from tridecode.backend.engine.adapters.store import Table
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.ops import Ops
-from tridecode.kernels.reference import activated
+from tridecode.kernels.reference.products import activated
 
 #: tokens whose deltas or activations are in memory at once
 _CHUNK = 1024

@@ -4,7 +4,7 @@ Every rank runs this with its columns and ends with the same tokens and the same
 per row: (logit, id, log-sum-exp) of each rank's best; for top-k the k largest logits of a rank; for top-p
 sums of probability in 2048 bins by the ordered bits of the logits; then (score, id, logit) of each rank's
 draw. Plain torch on any device; the slots' parameters are read on the host. The rules are those of
-kernels/sampling_rules.py; kernels/reference.py defines the result.
+kernels/sampling_rules.py; kernels/reference/sampling.py defines the result.
 """
 
 from __future__ import annotations

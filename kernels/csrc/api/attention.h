@@ -31,7 +31,7 @@ typedef struct {
   // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of origin_row
   const int* query_starts;  // (num_rows + 1)
   int first_row, origin_row;
-  int max_query;  // maximum number of queries of a row
+  int max_query;  // maximum number of queries of a row; decode: above 1, query_starts counts
   int tokens;
   // limit for a block; 0: the device's limit, and the sm_90 kernel where there is one
   int shared_bytes;

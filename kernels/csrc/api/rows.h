@@ -10,6 +10,24 @@ extern "C" {
 int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
                              void* stream);
 
+// Completes decode rows whose tokens, positions or lengths only the device knows: kernels/ops.py
+// (place_rows).
+typedef struct {
+  int* token_ids;           // (num_tokens)
+  int* positions;           // (num_tokens)
+  int* kv_slots;            // (num_tokens)
+  int* context_lens;        // (num_rows); below 0: the row is placed
+  const int* block_tables;  // (num_rows, columns)
+  const int* query_starts;  // (num_rows + 1); a row has at most 32 tokens
+  const int* slots;         // (num_tokens), those of the tokens
+  const int* last_tokens;   // (slots)
+  const int* lengths;       // (slots)
+  const int* drafts;        // (slots, num_drafts)
+  int64_t table_stride;
+  int num_rows, columns, block_tokens, num_drafts;
+} tridecode_place_task;
+int tridecode_place_rows(const tridecode_place_task* task, void* stream);
+
 // scales: null: table has dtype; else table is int8, with one scale per row. first_id, num_ids: ids
 // of the table's rows; a token with any other id gets a row of zeros.
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,

@@ -42,10 +42,37 @@ typedef struct {
   int* lost;
 } tridecode_sample_task;
 
+// The tokens behind num_rows tokens of num_decodes decode rows, and those that each row keeps. The
+// fields up to `counters` are those of tridecode_sample_task; slots are those of the tokens, and a
+// decode row has at most 16.
+typedef struct {
+  float* logits;
+  const int* slots;
+  tridecode_sampling_slot* state;
+  int* last_tokens;
+  int* history;
+  int16_t* counts;
+  const int* bad_ids;
+  const int* bad_ends;
+  int* tokens;
+  float* log_probs;
+  int num_rows, vocab_size, history_size, bad_size;
+  int64_t logits_stride;
+  void* scratch;
+  unsigned int* counters;
+  const int* token_ids;     // (num_rows)
+  const int* query_starts;  // (num_decodes + 1)
+  const int* context_lens;  // (num_decodes)
+  int* lengths;             // (slots), written
+  int* accepted;            // (num_decodes), written
+  int num_decodes;
+} tridecode_verify_task;
+
 int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
 // Bytes of peer memory, zeros before the first launch, for rows whose vocabulary is shared.
 int64_t tridecode_sample_exchange(int max_rows, int ranks);
 int tridecode_sample(const tridecode_sample_task* task, void* stream);
+int tridecode_verify(const tridecode_verify_task* task, void* stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

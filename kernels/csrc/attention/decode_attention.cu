@@ -8,7 +8,9 @@ int64_t tridecode_decode_attention_scratch(int head_size) {
 }
 
 int tridecode_decode_attention(const tridecode_attention_task* task, void* stream) {
-  if (task->cache_format != kCacheOfDtype) return run_decode_8bit(*task, stream);
+  const bool several = task->max_query > 1, is_exact = task->cache_format == kCacheOfDtype;
+  if (several) return (is_exact ? run_several_queries : run_several_queries_8bit)(*task, stream);
+  if (!is_exact) return run_decode_8bit(*task, stream);
   return for_dtype(task->dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
     return run_cache_of<X, X>(*task, stream);

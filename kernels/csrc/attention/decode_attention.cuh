@@ -1,5 +1,5 @@
-// Decode attention: one query token per row over its paged cache; multi-head, grouped-query and
-// multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
+// Decode attention: the query tokens of each row over its paged cache; multi-head, grouped-query
+// and multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
 //
 // Of few rows a cluster of blocks takes each row and kv head: decode_attention_cluster.cuh. Else
 // decode_runs.cuh divides the tiles of the batch among teams, a team being a warp or, if rows are
@@ -25,16 +25,18 @@ __host__ __device__ constexpr int warp_bytes() {
   return Source::kBytes > sums ? Source::kBytes : sums;
 }
 
-template <typename X, typename C, int D, int TEAM, typename Source>
+// SEVERAL: rows may have several queries.
+template <typename X, typename C, int D, int TEAM, typename Source, bool SEVERAL = false>
 __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     decode_attention(const __grid_constant__ Task task) {
-  using S = Sums<X, C, D>;
+  using S = Sums<X, C, D, SEVERAL>;
   constexpr int kSpan = Source::kSpan, kStride = warp_bytes<D, TEAM, Source>();
   extern __shared__ __align__(128) char shared[];
   __shared__ unsigned int arrival;
   char* const own_shared = shared + threadIdx.x / 32 * kStride;
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * kStride);
 
+  if constexpr (SEVERAL) wait_for_predecessor();              // new tokens may be in any tile
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // barriers follow
   constexpr bool kLongChunks = TEAM > 1 && !std::is_same<C, X>::value;
   const Runs runs = divide<TEAM, kLongChunks>(task, gridDim.x * (kWarps / TEAM), kSpan, prefix);
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     const int last = min((span + 1) * kSpan, part.last_tile);
     if (first < last) pages.request(which, first, last, part.tiles);
   };
-  bool waited = false;
+  bool waited = SEVERAL;
   auto begin_part = [&](int& at) {
     Part part = runs.find(task, at, end);
     if (part.first_tile >= part.tiles) {
@@ -87,9 +89,11 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
   while (at < end) {
     const Part part = next;
     const int context = task.context_lens[part.row];
+    const Columns columns = SEVERAL ? Columns(task, part.row, part.pass) : Columns();
     const int first_head = part.pass % task.groups * kGroup;
-    const int heads = min(kGroup, task.group - first_head);  // of this pass
-    S sums(task, part.row, part.pass / task.groups * task.group + first_head, heads);
+    const int heads =
+        SEVERAL ? columns.count : min(kGroup, task.group - first_head);  // of this pass
+    S sums(task, part.row, part.pass / task.groups * task.group + first_head, heads, columns);
     for (int span = part.first_tile / kSpan + member; span * kSpan < part.last_tile; span += TEAM) {
       constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
       sums.add(
@@ -101,11 +105,11 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     if (kEarly && at < end) next = begin_part(at);
     sums.finish();
     if constexpr (TEAM == 1) {
-      WarpParts<X, D, S> parts{task, runs, sums, part, team, heads};
+      WarpParts<X, D, S> parts{task, runs, sums, part, team, heads, &columns};
       if (parts.meet()) parts.write();
     } else {
-      const TeamParts<X, D, TEAM, S> parts{task,  runs,   part,    team,
-                                           heads, shared, kStride, &arrival};
+      const TeamParts<X, D, TEAM, S> parts{task,     runs,   part,    team,    heads,
+                                           &columns, shared, kStride, &arrival};
       parts.store(sums);
       __syncthreads();
       parts.combine_warps();
@@ -119,23 +123,37 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
 
   for (int b = blockIdx.x; b < task.num_rows; b += gridDim.x) {  // padding
     if (runs.places_of(b) > 0) continue;
+    if constexpr (SEVERAL) {
+      zero_row<X>(task, b, D);
+      continue;
+    }
     X* const out = static_cast<X*>(task.out) + b * task.out_stride;
     for (int i = threadIdx.x; i < task.heads * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
   }
 }
 
-// Any head size and dtype, not tuned: a warp computes one row and head, token by token.
-template <typename X, typename C, int DIMS>  // dims per lane
+// Any head size and dtype, not tuned: a warp computes one query and head, token by token.
+template <typename X, typename C, int DIMS, bool SEVERAL = false>  // dims per lane
 __global__ void decode_attention_any(const __grid_constant__ Task task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int row = index / task.heads, head = index % task.heads;
+  const int each = SEVERAL ? task.heads * task.max_query : task.heads;  // of a row
+  const int row = index / each, head = index % task.heads;
   if (row >= task.num_rows) return;
-  const int context = task.context_lens[row], kv_head = head / task.group;
+  int context = task.context_lens[row], token_row = row;
+  if constexpr (SEVERAL) {
+    const int query = index % each / task.heads, first = task.query_starts[row];
+    const int queries = task.query_starts[row + 1] - first;
+    if (query >= queries) return;
+    token_row = first + query;
+    if (context > 0) context += query + 1 - queries;
+  }
+  const int kv_head = head / task.group;
   const int head_size = task.head_size;
-  const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
-  X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
+  const X* const q =
+      static_cast<const X*>(task.qkv) + token_row * task.qkv_stride + head * head_size;
+  X* const out = static_cast<X*>(task.out) + token_row * task.out_stride + head * head_size;
   const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
   float query[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
 #pragma unroll
@@ -216,11 +234,12 @@ int prefix_bytes(const Task& task) {
   return (std::max(task.num_rows, kRowsOfWarp) + 1) * int(sizeof(int));
 }
 
-template <typename X, typename C, int D, typename Source>
+template <typename X, typename C, int D, typename Source, bool SEVERAL = false>
 int run_source(const Task& task, const Grid& grid, void* stream) {
   return launch(
       "decode_attention",
-      grid.few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,
+      grid.few ? decode_attention<X, C, D, kWarps, Source, SEVERAL>
+               : decode_attention<X, C, D, 1, Source, SEVERAL>,
       grid.blocks, 32 * kWarps,
       kWarps * (grid.few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) + prefix_bytes(task),
       stream, task);
@@ -278,42 +297,74 @@ int run(const Task& task, void* stream) {
   return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-template <typename X, typename C>
-int run_any(const Task& task, void* stream) {
-  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, C, 2>
-                      : task.head_size <= 128 ? decode_attention_any<X, C, 4>
-                                              : decode_attention_any<X, C, 8>;
-  return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps),
-                32 * kWarps, 0, stream, task);
+// Rows of several queries, finished. A cluster takes one pass alone, and the tuned rings are for
+// rows that are read once: teams take them, with rings for the usual head sizes.
+template <typename X, typename C, int D>
+int run_several(const Task& task, void* stream) {
+  constexpr bool kExact = std::is_same<C, X>::value;
+  using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
+  using Ring = Copies<X, C, D, 4>;
+  const int items = task.num_rows * task.kv_heads * task.groups;
+  if (items > task.num_counters)
+    return fail("decode_attention: %d rows of %d kv heads and %d passes need more than %d counters",
+                task.num_rows, task.kv_heads, task.groups, task.num_counters);
+  if constexpr (D == 64 || D == 128)
+    if (task.num_rows > 2 && takes<Ring>(task))
+      return run_source<X, C, D, Ring, true>(task, grid_of<kExact, Ring>(items), stream);
+  return run_source<X, C, D, ByLoads, true>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-template <typename X, typename C>
+template <typename X, typename C, bool SEVERAL>
+int run_any(const Task& task, void* stream) {
+  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, C, 2, SEVERAL>
+                      : task.head_size <= 128 ? decode_attention_any<X, C, 4, SEVERAL>
+                                              : decode_attention_any<X, C, 8, SEVERAL>;
+  const int64_t queries = SEVERAL ? task.max_query : 1;
+  return launch("decode_attention", kernel,
+                ceil_div(int64_t(task.num_rows) * task.heads * queries, kWarps), 32 * kWarps, 0,
+                stream, task);
+}
+
+template <typename X, typename C, int D, bool SEVERAL>
+int run_size(const Task& task, void* stream) {
+  if constexpr (SEVERAL)
+    return run_several<X, C, D>(task, stream);
+  else
+    return run<X, C, D>(task, stream);
+}
+
+template <typename X, typename C, bool SEVERAL = false>
 int run_cache_of(const tridecode_attention_task& given, void* stream) {
   const int head_size = given.head_size, group = given.heads / given.kv_heads;
-  const Task task = {given, group, ceil_div(group, kGroup)};
+  const int columns = group * (SEVERAL ? given.max_query : 1);
+  const Task task = {given, group, ceil_div(columns, kGroup)};
+  if (SEVERAL && given.unfinished) return fail("decode_attention: unfinished rows of one query");
   if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
   if constexpr (sizeof(X) == 2) {
     const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
                          aligned16(task.cache_scales) && task.qkv_stride % 8 == 0 &&
                          task.out_stride % 8 == 0 && task.block_tokens % kTile == 0;
     if (aligned && task.scratch) {
-      if (head_size == 64) return run<X, C, 64>(task, stream);
-      if (head_size == 80) return run<X, C, 80>(task, stream);
-      if (head_size == 96) return run<X, C, 96>(task, stream);
-      if (head_size == 112) return run<X, C, 112>(task, stream);
-      if (head_size == 128) return run<X, C, 128>(task, stream);
-      if (head_size == 256) return run<X, C, 256>(task, stream);
+      if (head_size == 64) return run_size<X, C, 64, SEVERAL>(task, stream);
+      if (head_size == 80) return run_size<X, C, 80, SEVERAL>(task, stream);
+      if (head_size == 96) return run_size<X, C, 96, SEVERAL>(task, stream);
+      if (head_size == 112) return run_size<X, C, 112, SEVERAL>(task, stream);
+      if (head_size == 128) return run_size<X, C, 128, SEVERAL>(task, stream);
+      if (head_size == 256) return run_size<X, C, 256, SEVERAL>(task, stream);
     }
   }
   if (task.unfinished) {
     if (int status = finish_rows(task, stream)) return status;
   }
-  return run_any<X, C>(task, stream);
+  return run_any<X, C, SEVERAL>(task, stream);
 }
 
 }  // namespace
 
-// A cache of 8 bits: decode_attention_8bit.cu.
+// A cache of 8 bits: decode_attention_8bit.cu. Rows of several queries: decode_several.cu and
+// decode_several_8bit.cu.
 int run_decode_8bit(const tridecode_attention_task& task, void* stream);
+int run_several_queries(const tridecode_attention_task& task, void* stream);
+int run_several_queries_8bit(const tridecode_attention_task& task, void* stream);
 
 }  // namespace tridecode

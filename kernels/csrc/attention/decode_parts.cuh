@@ -29,7 +29,8 @@ struct WarpParts {
   const Runs& runs;
   S& sums;
   const Part& part;
-  const int team, heads;  // of the pass
+  const int team, heads;         // of the pass
+  const Columns* const columns;  // of several queries; `heads` is their number
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
   __device__ __forceinline__ float* slot(int of) const {
@@ -174,7 +175,10 @@ struct WarpParts {
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = sums.output[c][j / 2][j % 2 * 2 + i] * scale;
-        store8(out + (2 * t + i) * D + c * 64 + g * 8, eight);
+        if constexpr (S::kSeveral)
+          store8(columns->out<X>(task, 2 * t + i, D) + c * 64 + g * 8, eight);
+        else
+          store8(out + (2 * t + i) * D + c * 64 + g * 8, eight);
       }
     }
   }
@@ -195,7 +199,8 @@ struct TeamParts {
   const Task& task;
   const Runs& runs;
   const Part& part;
-  const int team, heads;        // of the pass
+  const int team, heads;  // of the pass
+  const Columns* const columns;
   char* const shared;           // of the block; a warp's sums take the place of its tiles
   const int warp_stride;        // bytes
   unsigned int* const arrival;  // of shared memory
@@ -242,7 +247,10 @@ struct TeamParts {
         all += share * theirs[D + 1], together += share * theirs[d];
       }
       if (part.whole()) {
-        out()[i] = from_float<X>(together / all);
+        if constexpr (S::kSeveral)
+          columns->out<X>(task, h, D)[d] = from_float<X>(together / all);
+        else
+          out()[i] = from_float<X>(together / all);
       } else {
         __stcg(slot(team, h) + d, together);
         if (d == 0) __stcg(reinterpret_cast<float2*>(slot(team, h) + D), make_float2(peak, all));
@@ -302,7 +310,8 @@ struct TeamParts {
       for (int c = 0; c < VC; ++c) {
         const int d = c * 64 + lane * 2;
         if (D % 64 != 0 && d >= D) continue;
-        *reinterpret_cast<uint32_t*>(out() + h * D + d) =
+        X* const to = S::kSeveral ? columns->out<X>(task, h, D) : out() + h * D;
+        *reinterpret_cast<uint32_t*>(to + d) =
             pack<X>(together[c][0] * scale, together[c][1] * scale);
       }
     }

@@ -12,17 +12,10 @@
 // by a power of two that is not below any value's scale so far, so that a half represents it as
 // exactly as a probability.
 #pragma once
-#include "attention/decode_sources.cuh"
+#include "attention/decode_columns.cuh"
 
 namespace tridecode {
 namespace {
-
-constexpr int kGroup = 8;  // query heads that share a pass over the keys and values
-constexpr int kWarps = 4;  // of a block
-
-struct Task : tridecode_attention_task {
-  int group, groups;  // query heads of a kv head; passes of kGroup heads over it
-};
 
 // Floats of scratch memory for a part's output, maxima and sums.
 __host__ __device__ constexpr int slot_floats(int head_size) {
@@ -47,9 +40,10 @@ __device__ __forceinline__ void as_halves(uint4& words, float by) {
   }
 }
 
-// The sums of a warp over tiles of a row, for the heads of a pass.
-template <typename X, typename C, int D>
+// The sums of a warp over tiles of a row, for the columns of a pass.
+template <typename X, typename C, int D, bool SEVERAL = false>
 struct Sums {
+  static constexpr bool kSeveral = SEVERAL;  // queries of a row
   static constexpr bool kExact = std::is_same<C, X>::value;
   static constexpr int KC =
       kExact ? (D + 31) / 32 : (D + 63) / 64 * 2;  // chunks of 32 dims of a key
@@ -62,6 +56,7 @@ struct Sums {
   float slope[2] = {}, scale[2];
   float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
   float most[2], sum[2] = {};
+  int limit[2];  // SEVERAL: the tokens that a column sees
   // in 8 bits: a power of two above the values' scales, and its inverse; output is divided by it
   float unit_scale = 0x1p-126f, inverse = 0x1p126f;
 
@@ -86,6 +81,34 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
+  }
+
+  // Sums for the columns or, where rows have one query, for `heads` heads.
+  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads,
+                                  const Columns& columns)
+      : Sums(task, row, head, SEVERAL ? 0 : heads) {
+    if constexpr (SEVERAL) take(task, columns);
+  }
+  __device__ __forceinline__ void take(const Task& task, const Columns& columns) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < KC; ++c) {
+      const int d = kExact ? c * 32 + t * 8 : c / 2 * 64 + t * 16 + c % 2 * 8;
+      q[c] = g < columns.count && (D % (kExact ? 32 : 64) == 0 || d < D)
+                 ? *reinterpret_cast<const uint4*>(columns.query<X>(task, g, D) + d)
+                 : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 2 * t + i;
+      scale[i] = task.scale * kLog2e;
+      // Finite: where a column sees nothing of a tile its probabilities are zeros, not NaN.
+      most[i] = -1e30f;
+      limit[i] = columns.seen(task, column);
+      if (task.slopes && column < columns.count)
+        slope[i] = task.slopes[columns.head_of(task, column)] * kLog2e;
+    }
+    if constexpr (!std::is_same<X, Y>::value) queries_as_halves();
   }
 
   // Scale each head's query by a power of two so that its maximum lies in [2^14, 2^15): values down
@@ -163,9 +186,10 @@ struct Sums {
     for (int i = 0; i < 4; ++i) {
       const int own = token + i / 2 * 8;
       const float key_scale = kExact ? scale[i % 2] : scale[i % 2] * key_scales[i / 2];
+      const int seen = SEVERAL ? limit[i % 2] : context;
       const float score =
-          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(own - (context - 1));
-      p[i] = own < context ? score : -CUDART_INF_F;
+          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(own - (seen - 1));
+      p[i] = own < seen ? score : -CUDART_INF_F;
     }
   }
 

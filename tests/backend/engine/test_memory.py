@@ -245,7 +245,7 @@ def test_a_gpu_is_planned_with_its_own_buffers_and_scratch(converted):
 
 
 def test_the_scratch_of_kernels_is_that_of_their_sources():
-    headers = ("decode_tiles.cuh", "decode_attention.cuh")
+    headers = ("decode_columns.cuh", "decode_attention.cuh")
     attention = "".join(source(header).read_text() for header in headers)
     constant = {
         name: int(re.search(rf"constexpr int {name} = (\d+);", attention)[1])
@@ -253,7 +253,7 @@ def test_the_scratch_of_kernels_is_that_of_their_sources():
     }
     slot = constant["kGroup"] * (256 + 2)
     assert scratch.attention_bytes() == constant["kMaxBlocks"] * constant["kWarps"] * 2 * slot * 4
-    sampling = source("sampling.cu").read_text()
+    sampling = source("sampling_row.cuh").read_text()
     threads = int(re.search(r"constexpr int kThreads = (\d+);", sampling)[1])
     assert "kChunk = 8 * kThreads" in sampling and "kSegment = 64;" in sampling
     chunks, segments = -(-50257 // (8 * threads)), -(-50257 // 64)

@@ -1,0 +1,64 @@
+// The columns of a pass over a row of several queries: a column of the matrix instruction is a
+// query and one of its heads; heads of a query are neighbours, queries follow each other. In a row
+// of one query, columns are query heads.
+#pragma once
+#include "attention/decode_sources.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kGroup = 8;  // columns of a pass over the keys and values
+constexpr int kWarps = 4;  // of a block
+
+struct Task : tridecode_attention_task {
+  int group, groups;  // query heads of a kv head; passes of kGroup columns over it
+};
+
+// Columns `first` .. first + count - 1 of a kv head of a row with the tokens token ..
+// token + queries - 1; none (count 0) where the row has fewer queries than others.
+struct Columns {
+  int token, queries, context, kv_head, first, count;
+
+  Columns() = default;
+  __device__ __forceinline__ Columns(const Task& task, int row, int pass) {
+    token = task.query_starts[row];
+    queries = task.query_starts[row + 1] - token;
+    context = task.context_lens[row];
+    kv_head = pass / task.groups;
+    first = pass % task.groups * kGroup;
+    count = max(0, min(kGroup, queries * task.group - first));
+  }
+  __device__ __forceinline__ int query_of(const Task& task, int column) const {
+    return (first + column) / task.group;
+  }
+  __device__ __forceinline__ int head_of(const Task& task, int column) const {
+    return kv_head * task.group + (first + column) % task.group;
+  }
+  template <typename X>
+  __device__ __forceinline__ const X* query(const Task& task, int column, int head_size) const {
+    return static_cast<const X*>(task.qkv) + (token + query_of(task, column)) * task.qkv_stride +
+           head_of(task, column) * head_size;
+  }
+  template <typename X>
+  __device__ __forceinline__ X* out(const Task& task, int column, int head_size) const {
+    return static_cast<X*>(task.out) + (token + query_of(task, column)) * task.out_stride +
+           head_of(task, column) * head_size;
+  }
+  // The tokens that a column sees; all of the context where there is no such column.
+  __device__ __forceinline__ int seen(const Task& task, int column) const {
+    return column < count ? context - queries + query_of(task, column) + 1 : context;
+  }
+};
+
+// Zeros for all queries of a row, by the block.
+template <typename X>
+__device__ __forceinline__ void zero_row(const Task& task, int row, int head_size) {
+  const int first = task.query_starts[row], columns = task.heads * head_size;
+  for (int token = first; token < task.query_starts[row + 1]; ++token) {
+    X* const out = static_cast<X*>(task.out) + token * task.out_stride;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) out[i] = from_float<X>(0.0f);
+  }
+}
+
+}  // namespace
+}  // namespace tridecode

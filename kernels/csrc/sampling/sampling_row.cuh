@@ -1,0 +1,283 @@
+// A row of logits as sampling reads it: order of logits, random numbers, and what temperature,
+// penalties, bad words and end ids do to a logit.
+#pragma once
+#include "sampling/sampling_exchange.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunk = 8 * kThreads;  // ids
+constexpr int kSegment = 64;          // ids
+constexpr int kCandidates = 4096;
+constexpr int kMostDrafts = 15;       // tokens of a decode row behind its first
+constexpr int kTopPSegments = 256;    // the candidates' segments for top-p without top-k
+constexpr float kMostGumbel = 22.9f;  // no draw is larger: -log(2^-33) is 22.87
+
+using u64 = unsigned long long;
+
+using Slot = tridecode_sampling_slot;
+
+struct Task : tridecode_sample_task {
+  int chunks, segments, chunks_each;  // of a row, of a row, of a block
+  int64_t row_bytes;                  // of scratch
+};
+// Of ranks that share the vocabulary.
+struct SharedTask : Task {
+  char* exchanges[kMostRanks];  // of each rank, in its memory
+};
+// Rows of logits behind the tokens of decode rows: neighbours may have the same slot. A row's draw
+// is that after the tokens before it, and no slot is updated.
+struct VerifyTask : Task {
+  const int* token_ids;  // (num_rows), what each row of logits follows
+};
+
+// Maps float32 to unsigned integers of the same order.
+__device__ __forceinline__ unsigned order_of(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_order(unsigned order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
+// Ranks compare by value, then by the lower id.
+__device__ __forceinline__ u64 rank_of(float x, int id) {
+  return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id));
+}
+__device__ __forceinline__ int id_of(u64 rank) { return int(0xffffffffu - unsigned(rank)); }
+__device__ __forceinline__ float value_of(u64 rank) { return from_order(unsigned(rank >> 32)); }
+
+// More than any number: the largest of a row with a NaN.
+constexpr u64 kNanRank = u64(0xffc00000u) << 32;
+
+__device__ __forceinline__ u64 warp_largest(u64 rank) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const u64 other = __shfl_xor_sync(kAll, rank, offset);
+    rank = other > rank ? other : rank;
+  }
+  return rank;
+}
+
+__device__ __forceinline__ u64 block_largest(u64 rank, u64* shared) {
+  rank = warp_largest(rank);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = rank;
+  __syncthreads();
+  return warp_largest(shared[threadIdx.x % kWarps]);
+}
+
+// Philox-4x32-10, Salmon et al. 2011.
+__device__ __forceinline__ uint4 philox(unsigned k0, unsigned k1, unsigned c0, unsigned c1) {
+  unsigned c2 = 0, c3 = 0;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned high0 = __umulhi(c0, 0xD2511F53u), low0 = c0 * 0xD2511F53u;
+    const unsigned high1 = __umulhi(c2, 0xCD9E8D57u), low1 = c2 * 0xCD9E8D57u;
+    c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return make_uint4(c0, c1, c2, c3);
+}
+
+__device__ __forceinline__ float gumbel(unsigned word) {
+  const float u = float((double(word) + 0.5) * 2.3283064365386963e-10);
+  return -logf(-log1pf(-u));
+}
+
+// log-sum-exp in parts: a maximum and the sum relative to it.
+struct Sum {
+  float most, sum;
+};
+__device__ __forceinline__ Sum merge(Sum a, Sum b) {
+  const float most = fmaxf(a.most, b.most);
+  if (most == -CUDART_INF_F) return {most, 0.0f};
+  return {most, a.sum * expf(a.most - most) + b.sum * expf(b.most - most)};
+}
+__device__ __forceinline__ Sum warp_merge(Sum mine) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Sum other;
+    other.most = __shfl_xor_sync(kAll, mine.most, offset);
+    other.sum = __shfl_xor_sync(kAll, mine.sum, offset);
+    mine = merge(mine, other);
+  }
+  return mine;
+}
+
+// One row: what the sweep reads of its slot, and its logits after temperature, penalties and
+// minimum length. A column is an id, counted from the rank's first one.
+template <bool SHARED, bool SEVERAL = false>
+struct Row {
+  const float* logits;
+  const int16_t* counts;  // null: no penalties
+  float temperature, repetition, presence, frequency, top_p, min_p;
+  int top_k, generated, vocab;
+  int first_id;  // SHARED
+  uint64_t seed;
+  bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
+  bool wide;                                             // float4 loads
+  const int* drafts;  // SEVERAL: tokens that are taken as sampled before this one
+  int num_drafts;
+
+  __device__ __forceinline__ bool limited() const {
+    return !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+  }
+  __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
+  __device__ __forceinline__ bool summed() const { return log_probs || (limited() && top_k == 0); }
+  __device__ __forceinline__ int id_at(int column) const {
+    return SHARED ? first_id + column : column;
+  }
+  // The random words of ids 4 * group .. 4 * group + 3.
+  __device__ __forceinline__ uint4 random(unsigned group) const {
+    return philox(unsigned(seed), unsigned(seed >> 32), group, unsigned(generated));
+  }
+
+  // Occurrences of the id at a column, under penalties.
+  __device__ __forceinline__ int count_at(int column) const {
+    int count = counts[column];
+    if constexpr (SEVERAL) {
+      for (int i = 0; i < num_drafts; ++i) count += drafts[i] == id_at(column);
+      count = min(count, INT16_MAX);
+    }
+    return count;
+  }
+  __device__ __forceinline__ float adjust(float x, int column) const {
+    if (temperature != 1.0f) x = x / temperature;
+    if (counts) {
+      const int count = count_at(column);
+      if (count > 0) {
+        x = x < 0.0f ? x * repetition : x / repetition;
+        x = __fsub_rn(x, __fadd_rn(presence, __fmul_rn(frequency, float(count))));
+      }
+    }
+    return x;
+  }
+  __device__ __forceinline__ float value_at(int column) const {
+    return adjust(logits[column], column);
+  }
+  // Columns first .. first + 3, first a multiple of 4; -inf beyond the vocabulary.
+  __device__ __forceinline__ void load4(int first, float (&x)[4]) const {
+    if (wide && first < vocab) {
+      const float4 four = *reinterpret_cast<const float4*>(logits + first);
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? logits[first + i] : -CUDART_INF_F;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < vocab)
+        x[i] = adjust(x[i], first + i);
+      else if (SHARED)
+        x[i] = -CUDART_INF_F;
+    }
+  }
+  // The smallest logit that min-p keeps, as order_of; 0: it is off.
+  __device__ __forceinline__ unsigned min_p_bound(float most) const {
+    return min_p > 0.0f ? order_of(most + logf(min_p)) : 0u;
+  }
+  __device__ __forceinline__ float noise(int column) const {
+    const int id = id_at(column);
+    const uint4 words = random(unsigned(id) / 4);
+    return gumbel(id % 4 == 0 ? words.x : id % 4 == 1 ? words.y : id % 4 == 2 ? words.z : words.w);
+  }
+};
+
+template <bool SHARED>
+__device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int slot) {
+  const Slot& s = task.state[slot];
+  Row<SHARED> row;
+  row.first_id = task.first_id;
+  row.logits = task.logits + index * task.logits_stride;
+  row.vocab = task.vocab_size;
+  row.temperature = s.temperature != 0.0f ? s.temperature : 1.0f;
+  row.repetition = s.repetition_penalty, row.presence = s.presence_penalty,
+  row.frequency = s.frequency_penalty;
+  const bool neutral = row.repetition == 1.0f && row.presence == 0.0f && row.frequency == 0.0f;
+  const int columns = SHARED ? task.counts_stride : task.vocab_size;
+  row.counts = neutral ? nullptr : task.counts + int64_t(slot) * columns;
+  row.generated = s.generated;
+  row.greedy = s.top_k == 1 || s.temperature == 0.0f;
+  row.log_probs = s.return_log_probs;
+  row.decays = s.top_p_decay < 1.0f;
+  row.bad_words = s.num_bad_words > 0;
+  row.held_back = s.generated < s.min_tokens;
+  const int every = SHARED ? task.whole_vocab_size : task.vocab_size;
+  row.top_k = s.top_k > 0 && s.top_k < every ? s.top_k : 0;
+  row.top_p = row.greedy ? 1.0f : s.top_p_now;
+  row.min_p = row.greedy ? 0.0f : s.min_p;
+  row.seed = s.seed;
+  row.wide = (SHARED || task.vocab_size % 4 == 0) && task.logits_stride % 4 == 0;
+  return row;
+}
+
+// top_p of a slot after one more token.
+__device__ __forceinline__ float decayed(const Slot& s, float top_p, int token) {
+  return token == s.top_p_reset_id ? s.top_p : fmaxf(top_p * s.top_p_decay, s.top_p_min);
+}
+
+// The row of logits behind token `index`, after the tokens of its decode row before that one.
+__device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& task, int index,
+                                                            int slot) {
+  const Row<false> first = row_at<false>(task, index, slot);
+  const Slot& s = task.state[slot];
+  Row<false, true> row;
+  row.logits = first.logits, row.counts = first.counts;
+  row.temperature = first.temperature, row.repetition = first.repetition;
+  row.presence = first.presence, row.frequency = first.frequency;
+  row.top_p = first.top_p, row.min_p = first.min_p, row.top_k = first.top_k;
+  row.vocab = first.vocab, row.first_id = first.first_id, row.seed = first.seed;
+  row.greedy = first.greedy, row.log_probs = first.log_probs, row.decays = first.decays;
+  row.bad_words = first.bad_words, row.wide = first.wide;
+  int before = 0;  // tokens of the decode row before this one; neighbouring rows have other slots
+  while (before < index && before < kMostDrafts && task.slots[index - before - 1] == slot) ++before;
+  row.drafts = task.token_ids + index - before + 1;
+  row.num_drafts = before;
+  row.generated = s.generated + before;
+  row.held_back = row.generated < s.min_tokens;
+  if (row.decays && !row.greedy)
+    for (int i = 0; i < before; ++i) row.top_p = decayed(s, row.top_p, row.drafts[i]);
+  return row;
+}
+
+// Makes the last id of each matching bad word impossible, and the end ids while they are held back,
+// for those in the columns first .. end - 1: minus infinity stays what it is under a temperature
+// and under penalties.
+template <bool SHARED, bool SEVERAL>
+__device__ __forceinline__ void ban_ids(const Task& task, const Row<SHARED, SEVERAL>& row,
+                                        int index, int slot, int first, int end, bool held_back) {
+  const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
+  const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
+  const int* const history = task.history + int64_t(slot) * task.history_size;
+  const Slot& s = task.state[slot];
+  const int known = s.history_length, words = s.num_bad_words;
+  const int length = SEVERAL ? min(known + row.num_drafts, max(known, task.history_size)) : known;
+  const auto ban = [&](int id) {
+    const int column = id - (SHARED ? task.first_id : 0);
+    if (column >= first && column < end && column < task.vocab_size)
+      task.logits[index * task.logits_stride + column] = -CUDART_INF_F;
+  };
+  const auto id_before = [&](int place) {
+    if constexpr (SEVERAL) {
+      if (place >= known) return row.drafts[place - known];
+    }
+    return history[place];
+  };
+  for (int word = threadIdx.x; word < words; word += kThreads) {
+    const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
+    if (before < 0 || before > length) continue;
+    bool matches = true;
+    for (int i = 0; i < before && matches; ++i)
+      matches = id_before(length - before + i) == ids[begin + i];
+    if (matches) ban(ids[begin + before]);
+  }
+  constexpr int kEndIds = sizeof(s.end_ids) / sizeof(int);
+  if (held_back && threadIdx.x < kEndIds && s.end_ids[threadIdx.x] >= 0)
+    ban(s.end_ids[threadIdx.x]);
+  __syncthreads();
+}
+
+}  // namespace
+}  // namespace tridecode

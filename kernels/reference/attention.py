@@ -1,0 +1,189 @@
+"""Attention over the paged cache in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tridecode.kernels.formats.kv_rounding import expanded
+from tridecode.kernels.operands import Batch, CacheLayer, Heads
+
+#: queries of a prefill row that are scored at a time; bounds the memory of the scores
+_QUERY_CHUNK = 256
+
+
+def decode_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
+    """Ops.decode_attention of finished rows."""
+    if batch.decode_queries > 1:
+        _attend_rows(qkv, heads, batch, cache, range(batch.num_decodes), out, reads_cache=True)
+        return
+    rows = batch.num_decodes
+    queries = heads.num_heads * heads.head_size
+    # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
+    q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
+    key_index, value_index = _decode_indices(batch, cache, heads)
+    shape = (rows, heads.num_kv_heads, -1, heads.head_size)
+    k = _decode_tokens(cache, key_index, q.dtype).view(shape)
+    v = _decode_tokens(cache, value_index, q.dtype).view(shape)
+    mask = _decode_mask(batch, heads, cache.block_tokens, k.dtype)
+    out.copy_(_attend(q, k, v, mask, heads).reshape(rows, queries))
+    if (batch.context_lens[:rows] == 0).any():
+        out[batch.context_lens[:rows] == 0] = 0
+
+
+def prefill_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
+    """Ops.prefill_attention."""
+    _attend_rows(qkv, heads, batch, cache, range(batch.num_decodes, batch.num_rows), out)
+
+
+def _attend_rows(
+    qkv: Tensor,
+    heads: Heads,
+    batch: Batch,
+    cache: CacheLayer,
+    rows: range,
+    out: Tensor,
+    reads_cache: bool = False,
+) -> None:
+    """Causal attention row by row. qkv, out: from the first token of rows on. Fresh rows read their keys and
+    values from qkv, unless reads_cache."""
+    queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+    base = starts[rows.start]
+    for row in rows:
+        first, last = starts[row] - base, starts[row + 1] - base
+        if first == last:
+            continue
+        if lens[row] == 0:  # the row reads nothing
+            out[first:last] = 0
+            continue
+        mine = qkv[first:last]
+        q = mine[:, :queries].unflatten(1, (-1, heads.head_size)).transpose(0, 1)  # (H, T, D)
+        if lens[row] == last - first and not reads_cache:
+            k = mine[:, queries : queries + keys].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
+            v = mine[:, queries + keys :].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
+        else:
+            k, v = cached_keys(cache, batch.block_tables[row], lens[row], q.dtype)
+        attended = causal_attention(q, k, v, heads)
+        out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+    """q: (H, T, D), the last T of the positions of k, v: (K, L, D) -> (H, T, D)."""
+    tokens, length = q.shape[1], k.shape[1]
+    group = heads.num_heads // heads.num_kv_heads
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    windowed = 0 < heads.window < length
+    biased = heads.slopes is not None or heads.key_bias is not None
+    if not biased and tokens == length and not (windowed or heads.softcap):
+        return _attend(q[None], k[None], v[None], None, heads)[0]
+    columns = torch.arange(length, device=q.device)
+    parts = []
+    for first in range(0, tokens, _QUERY_CHUNK):
+        chunk = q[:, first : first + _QUERY_CHUNK]
+        rows = torch.arange(
+            length - tokens + first, length - tokens + first + chunk.shape[1], device=q.device
+        )
+        distances = columns[None, :] - rows[:, None]  # (t, L), 0 or less where visible
+        bias = torch.zeros(1, *distances.shape, device=q.device)
+        if heads.slopes is not None:
+            bias = heads.slopes[:, None, None] * distances.float()
+        elif heads.key_bias is not None:
+            bias = key_bias(heads, columns)[:, None, :].expand(-1, *distances.shape)
+        hidden = distances > 0
+        if windowed:
+            hidden = hidden | (distances <= -heads.window)
+        mask = bias.masked_fill(hidden, -torch.inf).to(q.dtype)
+        parts.append(_attend(chunk[None], k[None], v[None], mask[None], heads)[0])
+    return torch.cat(parts, dim=1)
+
+
+def cached_keys(cache: CacheLayer, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values (K, length, D) of one row, from its blocks. dtype: what an 8-bit cache expands to."""
+    blocks = table[: -(-length // cache.block_tokens)].long()
+    held = cache.tensors[0][blocks]  # (M, 2, K, P, D)
+    if cache.scales is not None:
+        held = expanded(held.view(cache.blocks.dtype), cache.scales[blocks], dtype)
+    kv = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]  # (2, K, length, D)
+    return kv[0], kv[1]
+
+
+def key_bias(heads: Heads, positions: Tensor) -> Tensor:
+    """(H, len(positions)): heads.key_bias of these positions."""
+    assert heads.key_bias is not None
+    return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
+    """Attention with a mask that is added to the scores; None: causal."""
+    if not heads.softcap:
+        causal = mask is None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=heads.scale)
+    assert mask is not None
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(heads.scale / heads.softcap)
+    scores.tanh_().mul_(heads.softcap).add_(mask)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
+def _decode_blocks(batch: Batch, block_tokens: int, window: int) -> tuple[Tensor, int]:
+    """(B,): the first block that each decode row sees, and how many blocks from there the longest row has."""
+    key = ("decode_blocks", block_tokens, window)
+    if key not in batch.memo:
+        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
+        first = (lens - window).clamp(min=0) // block_tokens if window else torch.zeros_like(lens)
+        count = int(((lens + block_tokens - 1) // block_tokens - first).max())
+        batch.memo[key] = (first, count)
+    return batch.memo[key]
+
+
+def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values which each decode row
+    sees: (B * K * blocks,)."""
+    kv_heads = heads.num_kv_heads
+    key = ("decode_indices", kv_heads, cache.block_tokens, heads.window)
+    if key not in batch.memo:
+        first, count = _decode_blocks(batch, cache.block_tokens, heads.window)
+        tables = batch.block_tables[: batch.num_decodes]
+        columns = first[:, None] + torch.arange(count, device=tables.device)  # (B, blocks)
+        blocks = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).long()).clamp(min=0).long()
+        each = torch.arange(kv_heads, device=tables.device)[None, :, None]
+        keys = (blocks[:, None, :] * (2 * kv_heads) + each).flatten()
+        batch.memo[key] = (keys, keys + kv_heads)
+    return batch.memo[key]
+
+
+def _decode_tokens(cache: CacheLayer, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """(len(index), P, D): rows of the cache, seen as (N * 2 * K, P, D)."""
+    held = cache.tensors[0].view(-1, *cache.blocks.shape[3:]).index_select(0, index)
+    if cache.scales is None:
+        return held
+    scales = cache.scales.view(-1, cache.block_tokens).index_select(0, index)
+    return expanded(held.view(cache.blocks.dtype), scales, dtype)
+
+
+def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
+    """(B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi within.
+    Layers of the same slopes and window share it."""
+    biases = (heads.slopes, heads.key_bias)
+    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, block_tokens, dtype)
+    if key not in batch.memo:
+        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)[:, None]
+        first, count = _decode_blocks(batch, block_tokens, heads.window)
+        inside = torch.arange(count * block_tokens, device=lens.device)
+        positions = first[:, None] * block_tokens + inside  # (B, tokens)
+        outside = positions >= lens
+        if heads.window:
+            outside = outside | (positions < lens - heads.window)
+        if heads.key_bias is not None:
+            mask = key_bias(heads, positions).transpose(0, 1).unflatten(1, (heads.num_kv_heads, -1))
+        elif heads.slopes is None:
+            mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
+        else:
+            distances = (positions - (lens - 1)).float()
+            slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
+            mask = slopes * distances[:, None, None, :]
+        mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
+        batch.memo[key] = (mask, biases)  # they are kept: their id stays theirs
+    return batch.memo[key][0]
