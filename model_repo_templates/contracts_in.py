@@ -1,4 +1,4 @@
-"""Which contracts a repository serves, and which option of build-repo makes a model that it does not have."""
+"""Finds the contracts that a repository serves, and the option of build-repo that adds a missing model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from tridecode.model_repo_templates.served import SERVED, Choices
 
 _DOOR = re.compile(rb"tridecode\.backend\.doors\.(\w+) import")
-_MAX_BYTES = 4096  # of a model.py; ours have one line
+_MAX_BYTES = 4096  # bytes of a model.py; ours have one line
 _UNKNOWN = re.compile(r"unknown model: '([^']+)'")
 
 
 def contracts_in(repository: Path) -> list[str]:
-    """The contracts whose doors all have a model in `repository`, whatever the models' names are.
+    """Return the contracts whose doors all have a model in `repository`, whatever the models' names.
 
-    A repository without a tokenizer has the contracts of token ids.
+    A repository without a tokenizer has only the contracts of token ids.
     """
     files = [file for file in repository.glob("*/1/model.py") if file.is_file()]
     texts = [file.read_bytes() for file in files if file.stat().st_size <= _MAX_BYTES]
@@ -25,7 +25,7 @@ def contracts_in(repository: Path) -> list[str]:
 
 
 def _needed(contract: str, text: bool) -> set[str]:
-    """Kinds of its models that have a door."""
+    """Return the kinds of its models that have a door."""
     models = SERVED[contract].models(Choices())
     return {m.template for m in models if (text or not m.needs_text) and not m.template.endswith("ensemble")}
 
@@ -39,7 +39,7 @@ def in_words(repository: Path) -> str:
 
 
 def options_for(model: str) -> list[str]:
-    """The options of build-repo that make a model of this name, one a contract that can have it."""
+    """Return the options of build-repo that add a model of this name, one per contract that can have it."""
     found = []
     for contract, served in SERVED.items():
         variants = {
@@ -56,7 +56,9 @@ def options_for(model: str) -> list[str]:
 
 
 def with_advice(message: str) -> str:
-    """A server's error; if it says that a model is unknown, with the options that make one of that name."""
+    """Return a server's error; if it reports an unknown model, add the options that build one of that
+    name.
+    """
     found = _UNKNOWN.search(message)
     options = options_for(found[1]) if found else []
     return f"{message}; tridecode build-repo {' or '.join(options)} makes it" if options else message

@@ -1,4 +1,4 @@
-"""Which models a repository has, and their files, except weights and tokenizer."""
+"""Determines a repository's models and writes their files, except weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TOKENIZER_DIR = "preprocessing/1/tokenizer"
 #: of LoRA adapters, within the engine's model; Triton ignores folders that are not numbers there
 ADAPTERS_DIR = "adapters"
 HEALTH_MODEL = "tridecode_health"
-STAND_IN = "absent"  # the template and the door of a stand-in
+STAND_IN = "absent"  # the template and the door of a placeholder
 #: kind of model -> its tensors; also the name of the door's module in backend/doors, except for ensembles
 CONTRACTS = {
     "fastertransformer": FASTERTRANSFORMER,
@@ -92,17 +92,18 @@ def repository_models(
 
     A model sends either one response or a stream (decoupled), so most contracts have two models: one with
     the usual name, and one for the other kind of client with the suffix _streaming or _plain.
-    contracts: which ones are served, keys of SERVED. owners: the first of them that has a name keeps it, if
-    several contracts have it. ensemble_owner: goes before them for `ensemble`; the text models are
+    contracts: which ones are served, keys of SERVED. owners: if several contracts have a name, the first
+    owner that has it keeps it. ensemble_owner: takes precedence for `ensemble`; the text models are
     tensorrt_llm_bls, and also `ensemble` if that contract owns the name. decoupled: contracts whose usual
     names stream; decoupled_fastertransformer: this one. plain_text: the text model's usual name does not.
     unbatched_text: also plain text models, with the suffix _unbatched, whose shapes have no batch axis
     (LiteLLM's /infer sends [1] instead of [1, 1]). exclude_input: by default the text models' answers do not
-    begin with the prompt. uint32_text_inputs: UINT32_TEXT_INPUTS are UINT32 instead of INT32.
-    wrap_token_ids: tensorrt_llm takes ids beyond the vocabulary modulo its size.
-    vllm_model: name of the model with vLLM's contract. stand_ins: also a model for each name that the other
-    contracts would have; it answers every request with the option that makes it.
-    has_tokenizer: False leaves the models of token ids, and the probe. Raises ConfigError.
+    begin with the prompt. uint32_text_inputs: UINT32_TEXT_INPUTS are UINT32 instead of INT32. wrap_token_ids:
+    tensorrt_llm takes ids beyond the vocabulary modulo its size. vllm_model: name of the model with vLLM's
+    contract. stand_ins: also a placeholder for each model name of the other contracts, which answers every
+        request with the option that builds it. has_tokenizer: False leaves only the models of token ids and
+    the
+        probe. Raises ConfigError.
     """
     streaming = {*decoupled, *(["fastertransformer"] if decoupled_fastertransformer else [])}
     choices = Choices(
@@ -121,7 +122,7 @@ def repository_models(
 
 
 def _stand_ins(contracts: Sequence[str], choices: Choices, taken: set[str]) -> list[RepositoryModel]:
-    """A model for each name of a contract that is not served; one for a name that several have."""
+    """Return a placeholder for each model name of the contracts that are not served, one per name."""
     made: dict[str, RepositoryModel] = {}
     for contract in SERVED:
         for model in SERVED[contract].models(choices) if contract not in contracts else []:

@@ -1,4 +1,4 @@
-"""The contracts that a repository can serve: the models of each, and who gets a name that several have.
+"""The contracts that a repository can serve: the models of each, and the owner of a name that several have.
 
 A row of SERVED is one choice of `build-repo --contract`. Its models are named as their clients expect. Two
 contracts may use one name, such as `ensemble`: the owner of the name keeps it, and the models of the other
@@ -25,10 +25,10 @@ MAX_CONVERSATIONS = 64
 class RepositoryModel:
     """One model: its folder's name, its kind (a key of CONTRACTS), and its values for the template.
 
-    base: the name without the suffix of a sibling, "ensemble" of ensemble_streaming; what contracts compete
-    for. steps: of an ensemble, the template's name of a step -> the model of the same contract. needs_text:
-    it is left out of a repository without a tokenizer. yields: it is left out if another contract has the
-    base, unless its own contract is named as the owner.
+    base: the name without a sibling's suffix, "ensemble" for ensemble_streaming; contracts compete for it.
+    steps: of an ensemble, the template's name of a step -> the model of the same contract. needs_text: it is
+    left out of a repository without a tokenizer. yields: it is left out if another contract has the base,
+    unless its own contract is named as the owner.
     """
 
     name: str
@@ -69,7 +69,8 @@ class Served:
 
 
 def pair(name: str, template: str, decoupled: bool, **more) -> list[RepositoryModel]:
-    """The model of the usual name, which streams if `decoupled`, and its sibling, which does the opposite.
+    """Return the model with the usual name, which streams if `decoupled`, and its sibling, which does the
+    opposite.
 
     Triton refuses a plain infer on a decoupled model, and a stream from one that is not.
     """
@@ -202,9 +203,9 @@ def served_models(
 ) -> list[RepositoryModel]:
     """Return the models of these contracts and of the engine, all with different names.
 
-    owners: the first of them that has a name keeps it, if several contracts have it; ensemble_owner: goes
-    before them for `ensemble`.
-    Raises ConfigError for an unknown contract, an owner that is not chosen, or a name without an owner.
+    owners: if several contracts have a name, the first owner that has it keeps it; ensemble_owner: takes
+    precedence for `ensemble`. Raises ConfigError for an unknown contract, an owner that is not chosen, or a
+    name without an owner.
     """
     _check(contracts, choices, owners, ensemble_owner)
     made = {name: SERVED[name].models(choices) for name in dict.fromkeys(contracts)}
@@ -246,7 +247,7 @@ def _check(contracts: Sequence[str], choices: Choices, owners: Sequence[str], en
 
 
 def _keeper(base: str, made: Mapping[str, list[RepositoryModel]], owners: Sequence[str]) -> str:
-    """The contract that keeps the name `base`. owners: the contracts that are preferred, first one first."""
+    """Return the contract that keeps the name `base`. owners: the preferred contracts, in order."""
     have = {
         contract: all(model.yields for model in models if model.claim == base)
         for contract, models in made.items()

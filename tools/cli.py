@@ -36,7 +36,9 @@ _FIXABLE = {
 
 
 class _Group(TyperGroup):
-    """Expected errors are one line and exit code 2; any other is a defect and keeps its traceback."""
+    """Prints expected errors as one line with exit code 2; any other error is a defect and keeps its
+    traceback.
+    """
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -77,7 +77,10 @@ def run_demo(
 
 
 def _start(repository: Path, log_file: Path, running: ExitStack) -> ServerProcess:
-    """A server that is ready; `running` stops it. TridecodeError with the cause and the end of the log."""
+    """Start a server and wait until it is ready; `running` stops it.
+
+    TridecodeError has the cause and the end of the log.
+    """
     server = ServerProcess(repository, log_file)
     running.callback(server.stop)
     try:
@@ -101,7 +104,7 @@ def packaged_model() -> Path:
 
 
 def demo_repository(model: str, cache: Path) -> Path:
-    """The repository made from `model`, built where the cache has none of the same key."""
+    """Return the repository of `model`, built unless the cache has one with the same key."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name.removesuffix(".gguf")).strip("-").lower()
     repository = cache / f"{name}-{content_key(model)}"
     if repository.is_dir():
@@ -137,7 +140,7 @@ def _source_files(place: Path) -> list[Path]:
 
 
 def room_after(text: str, repository: Path) -> int:
-    """How many new tokens fit into the model's positions after a prompt; 1 or more."""
+    """Return how many new tokens fit into the model's positions after a prompt; at least 1."""
     prompt = len(Tokenizer.from_file(str(repository / TOKENIZER_DIR / "tokenizer.json")).encode(text).ids)
     positions = read_model_config(Path(checkpoint_dir(str(repository / ENGINE_MODEL)))).max_positions
     return max(1, positions - prompt)

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.status import Status
 
-QUIET_S = 2.0  # without a terminal: least time between two lines
+QUIET_S = 2.0  # without a terminal: minimum time between two lines
 REPEAT_S = 15.0  # … and between two equal lines, which show that the operation still waits
 
 _log = logging.getLogger("tridecode.serve")

@@ -373,7 +373,7 @@ def test_doors_come_back_although_the_runtime_folder_was_removed(repository):
     service = repository()
     (folder,) = (service.root / "run").iterdir()
     shutil.rmtree(folder / "backends")
-    wait_until(lambda: "laid out again" in service.server.log(), 10, "a look at the folder")
+    wait_until(lambda: "removed: recreated" in service.server.log(), 10, "a look at the folder")
     service.door("fastertransformer").kill()
     service.wait_reloaded()
     assert service.answers()

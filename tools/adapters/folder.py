@@ -1,7 +1,7 @@
-"""The folder of LoRA adapters of a repository: what is in it, adding and removing.
+"""The folder of LoRA adapters of a repository: listing, adding and removing.
 
-The engine looks at the folder by itself. An adapter appears and goes with one rename, so it never sees half
-of one.
+The engine watches the folder itself. An adapter appears and disappears with one rename, so the engine never
+sees half of one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FoundAdapter:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The folder that a repository's config.pbtxt names, and what its adapters must fit."""
+    """The folder named by a repository's config.pbtxt, and the limits of its adapters."""
 
     path: Path
     targets: LoraTargets
@@ -58,7 +58,8 @@ class AdapterFolder:
 
 def adapter_folder(repository: Path) -> AdapterFolder:
     """Raises ConfigError for a repository that serves no adapters, CheckpointError for one without
-    lora_targets.json."""
+    lora_targets.json.
+    """
     engine = Path(repository) / ENGINE_MODEL
     where = engine / "config.pbtxt"
     config = read_engine_config(read_engine_parameters(str(engine)), str(where))
@@ -90,9 +91,9 @@ def _read(folder: AdapterFolder, name: str) -> FoundAdapter:
 
 
 def add_adapter(repository: Path, name: str, source: Path, overwrite: bool = False) -> FoundAdapter:
-    """Copy an adapter into the folder, its tensors as safetensors, after it was read as the engine reads it.
+    """Copy an adapter into the folder, its tensors as safetensors, after reading it as the engine does.
 
-    Raises ConfigError if the name is taken, and what reading raises; nothing is left then.
+    Raises ConfigError if the name is taken, and whatever reading raises; nothing remains then.
     """
     check_name(name)
     folder = adapter_folder(repository)
@@ -114,7 +115,7 @@ def add_adapter(repository: Path, name: str, source: Path, overwrite: bool = Fal
 
 
 def _replace(staging: Path, target: Path) -> None:
-    """Rename, with the old folder out of the way first."""
+    """Replace a folder: move the old one away, then rename the new one."""
     if not os.path.lexists(target):
         staging.rename(target)
         return

@@ -1,7 +1,7 @@
 """`tridecode bench agree`: one checkpoint's greedy tokens on the CPU and on a GPU, in each precision.
 
 The engine on the CPU in fp32 is the reference. Each engine answers the prompts in one batch, then each alone,
-then in one batch again as a server runs them: with decode graphs, where its device has them. Two answers are
+then in one batch again as in a server: with decode graphs, if its device supports them. Two answers are
 compared up to the first token that differs, because later tokens have different prefixes. The files keep the
 checkpoint's own dtype, so bf16 also rounds the weights of a checkpoint in fp16.
 """
@@ -74,9 +74,9 @@ class Side:
 class Difference:
     """The first step at which two answers to a prompt differ.
 
-    tokens: of the first answer and of the second. logits: of these two tokens by the first answer, then by
-    the second; gaps: between the two best logits of each; error: the largest difference of any logit. None
-    where the second answer's logits were not kept. unit: one unit of rounding of the coarser dtype at the
+    tokens: that of the first answer and that of the second. logits: of these two tokens in the first answer,
+    then in the second; gaps: between the two best logits of each; error: the largest difference of any logit.
+    None if the second answer's logits were not kept. unit: one unit of rounding of the coarser dtype at the
     largest logit's size.
     """
 
@@ -94,8 +94,8 @@ class Agreement:
     """Comparison of two engines' answers, or of one engine's answers in two modes.
 
     identical: prompts whose tokens are all the same. shortest: tokens before the earliest difference. error,
-    error_units: the largest of any logit at the steps before, and at, the first differences; in units of
-    rounding of its step. None where the second answers' logits were not kept.
+    error_units: the largest of any logit up to and including the first differences; in units of rounding of
+    its step. None if the second answers' logits were not kept.
     """
 
     prompts: int
@@ -190,8 +190,11 @@ def measure_agreement(
     new_tokens: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """{"reference": the first side, "engines": {side: {"reference", "alone", "served"}}}: an Agreement each,
-    as a dict, of an engine's answers with the reference's, with those alone, and with those as served."""
+    """Return {"reference": the first side, "engines": {side: {"reference", "alone", "served"}}}.
+
+    Each value is an Agreement, as a dict: an engine's batched answers compared with the reference's, with its
+    answers to single prompts, and with its answers as served.
+    """
     engines: dict[str, Any] = {}
     reference: list[Generation] = []
     for side in sides:
@@ -258,7 +261,8 @@ def _unit(logits: np.ndarray, eps: float) -> float:
 
 def first_difference(number: int, one: Generation, other: Generation, eps: float) -> Difference | None:
     """Find the first token at which the answers to prompt `number` differ, or None. eps: of the coarser
-    dtype."""
+    dtype.
+    """
     steps, differs = _steps(one, other)
     if not differs:
         return None

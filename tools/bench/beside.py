@@ -1,7 +1,7 @@
 """`tridecode bench beside`: one checkpoint on one CPU, through our engine, our server, and other engines.
 
-Other processes may use the machine meanwhile, so the engines take turns: each runs once per round, a figure
-is its median over the rounds, and a ratio is the median of the rounds' own ratios. Each run's record has the
+Other processes may use the machine meanwhile, so the engines alternate: each runs once per round, a figure is
+its median over the rounds, and a ratio is the median of the per-round ratios. Each run's record has the
 number of processors that other processes used; with --patience-s, a disturbed run is repeated.
 """
 
@@ -36,7 +36,7 @@ Round = Mapping[str, Mapping[str, Any]]  # engine -> the result of its run, or i
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens per second, prompts included, of one (engine, sequences) over those of another."""
+    """Ratio of the tokens per second, prompts included, of one (engine, sequences) to those of another."""
 
     over: tuple[str, int]
     under: tuple[str, int]
@@ -90,7 +90,9 @@ def run_beside(
 
 
 def _undisturbed(engine: BenchEngine, job: Job, until: float) -> dict[str, Any]:
-    """The result of a run and, as "neighbours", the processors that others used; repeated if too many."""
+    """Return the result of a run and, as "neighbours", the processors that others used; repeat it if they
+    used too many.
+    """
     while True:
         with Neighbours() as neighbours:
             found = run_apart(engine, job)
@@ -123,7 +125,7 @@ def _medians(rounds: Sequence[Round], engine: str) -> list[dict[str, Any]]:
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
-    """None where a run has no such figure: not every engine tells when its steps were done."""
+    """Return the median, or None if a run lacks the figure: not every engine reports when its steps ended."""
     found = [value for value in values if value is not None]
     return round(statistics.median(found), 3) if found and len(found) == len(values) else None
 

@@ -1,8 +1,8 @@
 """Break down the time of a decode step by kernel, from a timeline of the device (torch.profiler, CUPTI).
 
 Kernels overlap, since each starts before its predecessor has ended and waits for it. A kernel is therefore
-counted from the end of those that started before it: the classes and the bubbles, in which no kernel runs,
-add up to the step.
+counted from the end of the kernels that started before it, so that the classes plus the bubbles, in which no
+kernel runs, add up to the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def record(runner: LoopRunner, prompts: Sequence[Sequence[int]], output_tokens: 
 
 
 def full_steps(steps: Sequence[Step], batch: int) -> tuple[int, int]:
-    """(steps after the last in which all sequences decode and nothing else; such steps in a row before)."""
+    """Return (number of steps after the last pure decode step of all sequences, number of consecutive such
+    steps before).
+    """
     full = [step.decodes == batch and step.prompt_tokens == 0 for step in steps]
     after = next((number for number, is_full in enumerate(reversed(full)) if is_full), len(full))
     before = full[: len(full) - after]
@@ -54,9 +56,10 @@ def full_steps(steps: Sequence[Step], batch: int) -> tuple[int, int]:
 
 
 def split_steps(kernels: Sequence[Kernel], after: int, count: int) -> list[list[Kernel]]:
-    """The kernels of `count` steps in a row, before the last `after` ones. A step ends with its sampling.
+    """Return the kernels of `count` consecutive steps, before the last `after` ones. A step ends with its
+    sampling.
 
-    Raises ValueError where the timeline has fewer steps: every step that is counted samples once.
+    Raises ValueError if the timeline has fewer steps: every counted step samples once.
     """
     ends = [number for number, kernel in enumerate(kernels) if class_of(kernel.name) == SAMPLING]
     last = len(ends) - after
@@ -67,7 +70,7 @@ def split_steps(kernels: Sequence[Kernel], after: int, count: int) -> list[list[
 
 
 def breakdown(steps: Sequence[Sequence[Kernel]], begun: float) -> dict[str, Any]:
-    """Microseconds per step by class, and of bubbles, of steps in a row.
+    """Return microseconds per step by class, and of bubbles, over consecutive steps.
 
     begun: the end of the step before them. "others": the names that took most of "other".
     """
@@ -95,7 +98,7 @@ def breakdown(steps: Sequence[Sequence[Kernel]], begun: float) -> dict[str, Any]
 
 
 def break_down(runner: LoopRunner, prompts: Sequence[Sequence[int]], output_tokens: int) -> dict[str, Any]:
-    """`breakdown` of the steps in which all prompts decode. Raises ValueError if there are none."""
+    """Return `breakdown` of the steps in which all prompts decode. Raises ValueError if there are none."""
     kernels = record(runner, prompts, output_tokens)
     after, count = full_steps(runner.take_run().steps, len(prompts))
     steps = split_steps(kernels, after, count - 1)  # the first one follows a step with prompts

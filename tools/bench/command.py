@@ -84,7 +84,7 @@ def engine(
 def server(
     preset: Preset = "smollm2-135m",
     repository: Annotated[
-        Optional[Path], typer.Option(help="A model repository in place of the preset.")
+        Optional[Path], typer.Option(help="A model repository instead of the preset.")
     ] = None,
     dtype: Dtype = None,
     device: Device = "auto",
@@ -153,7 +153,7 @@ def mix(
     dtype: Dtype = None,
     device: Device = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the load.")] = 1000,
-    slots: Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")] = 256,
+    slots: Annotated[int, typer.Option(min=1, help="Maximum sequences that run at once.")] = 256,
     rate: Annotated[
         float, typer.Option(min=0.0, help="Poisson arrivals per second; 0: all requests at once.")
     ] = 0.0,
@@ -254,10 +254,9 @@ def agree(
     device: Device = "auto",
     output: Output = RESULTS,
 ) -> None:
-    """Compare one checkpoint's greedy tokens between CPU and GPU.
-
-    CPU in fp32 against GPU in fp32, fp16 and bf16 (without a GPU, CPU in bf16), and each prompt alone against
-    all in one batch: the share of equal answers, and the logit margins where answers differ.
+    """Compare one checkpoint's greedy tokens between CPU and GPU. CPU in fp32 is compared with GPU in fp32,
+    fp16 and bf16 (without a GPU, with CPU in bf16), and each prompt alone with all in one batch: the share of
+    equal answers, and the logit margins where answers differ.
 
     \b
     Example:
@@ -283,7 +282,7 @@ def load(
         str, typer.Option(help="Concurrent requests, separated by commas: one run each.")
     ] = "1",
     request_rate: Annotated[
-        Optional[str], typer.Option(help="Poisson arrivals per second, in place of --concurrency.")
+        Optional[str], typer.Option(help="Poisson arrivals per second, instead of --concurrency.")
     ] = None,
     requests: Annotated[
         Optional[int], typer.Option(help="Requests of each run; default: 4 times the concurrency.")
@@ -301,7 +300,7 @@ def load(
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
     max_seconds: Annotated[
-        float, typer.Option(help="All runs together start requests for this many seconds.")
+        float, typer.Option(help="Total time in seconds during which all runs start requests.")
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     output: Output = RESULTS,

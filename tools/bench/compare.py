@@ -35,7 +35,7 @@ _WORKLOAD_COLUMNS = {
     "seconds": "seconds",
     "tokens_per_s": "tokens/s",
 }
-#: of an engine that tells when its steps were done
+#: figures of engines that report when their steps ended
 _LATENCY_COLUMNS = {
     "first_token_p50_ms": "first token ms p50",
     "first_token_p95_ms": "p95",
@@ -59,9 +59,9 @@ def run_engine(job: Job, output: Path) -> None:
 
 
 def run_compare(job: Job, output: Path, command: str = "compare") -> None:
-    """Each engine runs in a process of its own; one that fails or is absent is one line of the report.
+    """Run each engine in its own process; one that fails or is absent becomes one line of the report.
 
-    command: "compare" or "mix", whose engines end each request of a batch by itself.
+    command: "compare" or "mix"; the engines of "mix" end each request of a batch individually.
     """
     results = {}
     for engine in engines_of(command):
@@ -75,7 +75,7 @@ def run_compare(job: Job, output: Path, command: str = "compare") -> None:
 def compare_with_engine(
     job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = silent
 ) -> dict[str, Any]:
-    """The engine alone, then the server, on this machine: {"engine", "server", "overhead"}.
+    """Measure the engine alone, then the server, on this machine: {"engine", "server", "overhead"}.
 
     overhead: per batch size, the server's milliseconds per step relative to the engine's, in percent, and the
     difference of their times to the first token.
@@ -122,8 +122,9 @@ def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | No
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Our output tokens per second, prompts included, over those of each other engine: {engine: {sequences:
-    ratio}}."""
+    """Return the ratio of our output tokens per second, prompts included, to each other engine's: {engine:
+    {sequences: ratio}}.
+    """
     rates = {name: rates_of(result) for name, result in results.items()}
     own = rates.pop(ours.ENGINE.name, {})
     found = {

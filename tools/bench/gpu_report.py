@@ -1,4 +1,5 @@
-"""All that needs a GPU in one run: the tests marked gpu, then the kernel benchmarks, as one JSON file.
+"""Runs everything that needs a GPU, the tests marked gpu and then the kernel benchmarks, and writes one JSON
+file.
 
     python tools/bench/gpu_report.py --name h200 [--out DIR] [--workers N] [operation ...]
 
@@ -44,9 +45,9 @@ GPU_TESTS = (
 
 
 def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu", workers: int = 0) -> dict[str, object]:
-    """Exit status and last line of pytest, counts of outcomes per file, and the names of failed tests.
+    """Return pytest's exit status and last line, counts of outcomes per file, and the names of failed tests.
 
-    workers: processes of pytest-xdist; 0: none but pytest's own.
+    workers: processes of pytest-xdist; 0: without it.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", *paths]
     command += ["-n", str(workers)] if workers else []

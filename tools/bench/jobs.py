@@ -1,4 +1,4 @@
-"""The Job that the options of `tridecode bench` describe."""
+"""Builds the Job described by the options of `tridecode bench`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tridecode.tools.bench.shapes.presets import preset as find_preset
 
 def make_job(preset: str, directory: Path | None, dtype: str | None, **fields: Any) -> Job:
     """fields: the others of Job. ConfigError for an unknown preset or quantisation, a directory that is to be
-    quantised, or sequences beyond a preset's positions."""
+    quantised, or sequences beyond a preset's positions.
+    """
     job = Job("" if directory else preset, str(directory or ""), dtype or "", **fields)
     if job.quantization not in ("", *QUANTIZATIONS):
         known = ", ".join(QUANTIZATIONS)
@@ -32,7 +33,7 @@ def make_job(preset: str, directory: Path | None, dtype: str | None, **fields: A
 
 
 def with_prompts(job: Job, path: Path, tokenizer: Path | None, limit: int | None) -> Job:
-    """The job with the lines of a file in place of random prompts; lines without a token are left out.
+    """Return the job with the lines of a file instead of random prompts; lines without a token are skipped.
 
     Raises ConfigError for token ids outside the preset's vocabulary.
     """

@@ -1,4 +1,4 @@
-"""Classes of the kernels of a timeline: one table of our kernels, and the names of the libraries' ones.
+"""Classifies the kernels of a timeline: a table of our kernels, and name patterns of the libraries' kernels.
 
 tests/tools/bench/test_breakdown.py holds the table against every `__global__` of kernels/csrc.
 """
@@ -69,12 +69,12 @@ _LIBRARIES = {
 
 
 def plain_name(kernel: str) -> str:
-    """The name alone, of `void space::name<int>(float*)`; a library's name keeps its namespaces out, too."""
+    """Return the bare name from `void space::name<int>(float*)`, without namespaces."""
     return _qualified(kernel).rpartition("::")[2]
 
 
 def class_of(kernel: str) -> str:
-    """The class of a kernel or copy, by its demangled name; "other": of torch, or not known."""
+    """Return the class of a kernel or copy by its demangled name; "other": torch's, or unknown."""
     qualified = _qualified(kernel)
     if qualified.startswith("tridecode::"):
         return OURS.get(plain_name(kernel), OTHER)
@@ -83,6 +83,6 @@ def class_of(kernel: str) -> str:
 
 
 def _qualified(kernel: str) -> str:
-    """Without return type, template arguments and parameters."""
+    """Return the qualified name, without return type, template arguments and parameters."""
     text = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     return text.split("<")[0].split("(")[0].strip()

@@ -1,8 +1,8 @@
 """`tridecode bench loading`: the time from weight files to a ready engine, and the memory that it frees.
 
 The files have a preset's shape and random numbers. They are read once before the first load, so each load
-reads from the page cache. Each load has a process of its own, like the server's engine; the last process ends
-with its engine loaded, the others drop the engine and report what is left.
+reads from the page cache. Each load runs in its own process, like the server's engine; the last process exits
+with its engine loaded, the others drop the engine and report the memory that remains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tridecode.tools.progress import spinner
 
 _READERS = 8  # threads, as many as the loader has
 _READ_BYTES = 16 << 20
-_MARGIN = 1.05  # of the files' bytes that the disk must have free
+_MARGIN = 1.05  # factor of the files' bytes that the disk must have free
 _HELD: list[Engine] = []  # engines of a process that ends with its engine loaded
 
 
@@ -76,7 +76,8 @@ def _demand_room(folder: Path, size: int) -> None:
 
 def measure_loading(directory: Path, device: str, loads: int, say: Callable[[str], None]) -> dict[str, Any]:
     """{"read", "loads", "median", "device_used"}: load_once of each load, and the device memory in use before
-    the first and after the last process."""
+    the first and after the last process.
+    """
     say("reading the files once")
     read = read_files(directory)
     before = _apart(device_used, device)
@@ -84,7 +85,7 @@ def measure_loading(directory: Path, device: str, loads: int, say: Callable[[str
     for number in range(1, loads + 1):
         say(f"load {number} of {loads}")
         found.append(_apart(load_once, str(directory), device, number < loads))
-    say("looking at the memory")
+    say("measuring the memory")
     after = _apart(device_used, device)
     figures = ("load_s", "weights_s", "rest_s", "bytes_per_s")
     median = {key: round(statistics.median(one[key] for one in found), 3) for key in figures}
@@ -124,11 +125,12 @@ def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def load_once(directory: str, device: str, drop: bool) -> dict[str, Any]:
-    """One load with the server's settings: seconds, and memory before, after, and when the engine is dropped.
+    """Load once with the server's settings; return seconds, and memory before, after, and when the engine is
+    dropped.
 
     weights_s: until the model asks for its last tensor, so reading, copying to the device and transposing;
-    rest_s: buffers, cache, warm-up and the capture of graphs. drop: else the engine is held until the process
-    ends.
+    rest_s: buffers, cache, warm-up and the capture of graphs. drop: drop the engine; otherwise it is held
+    until the process ends.
     """
     path = Path(directory)
     model = read_model_config(path)
@@ -168,14 +170,15 @@ def _after_dropping(device: torch.device) -> dict[str, int | None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc keeps gigabytes of freed memory
+    if hasattr(libc, "malloc_trim"):  # glibc holds gigabytes of freed memory
         libc.malloc_trim(0)
     return memory_used(device)
 
 
 def memory_used(device: torch.device) -> dict[str, int | None]:
     """Bytes in use: on the device, by all processes; of torch's tensors here; of this process' host memory.
-    The first two are None on a CPU."""
+    The first two are None on a CPU.
+    """
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cuda":
         return {"device": None, "tensors": None, "process": resident}
@@ -214,7 +217,8 @@ def _seconds(name: str, one: dict[str, Any]) -> list[Any]:
 
 def _memory_rows(results: dict[str, Any]) -> list[Sequence[Any]]:
     """Return the memory rows of the first load, which drops its engine, and of the processes before and after
-    all loads."""
+    all loads.
+    """
     first, used = results["loads"][0], results["device_used"]
     memory = [
         [key, *(_gib(first["memory"][key][kind]) for kind in ("device", "tensors", "process"))]

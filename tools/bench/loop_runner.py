@@ -63,7 +63,7 @@ class _BatchFront:
 
 
 class _RecordedLoop(DecodeLoop):
-    """The loop that serves, which also notes when each step was done and what was in it."""
+    """The serving loop, which also records when each step ended and its rows."""
 
     steps: list[Step]
 
@@ -73,9 +73,9 @@ class _RecordedLoop(DecodeLoop):
 
 
 class LoopRunner:
-    """Runs requests through the decode loop of an engine that is loaded.
+    """Runs requests through the decode loop of a loaded engine.
 
-    rate: arrivals a second, at exponentially distributed distances that follow from seed; 0: all at once.
+    rate: arrivals per second, with exponentially distributed intervals determined by seed; 0: all at once.
     """
 
     def __init__(self, engine: Engine, rate: float = 0.0, seed: int = 0):
@@ -84,7 +84,7 @@ class LoopRunner:
         self._run: Run | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
-        """Seconds until each prompt has its number of new tokens. A measure.Generate.
+        """Return the seconds until each prompt has its number of new tokens; implements measure.Generate.
 
         The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
         """

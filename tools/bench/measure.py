@@ -1,8 +1,8 @@
 """One procedure for every engine: the same prompts, forced lengths, and the time of a step from two runs.
 
 first_token_ms is the time until every sequence of a batch has its first token; step_ms is (time for N tokens
-- time for 1) / (N - 1). An engine is measured through a `Generate`. One that also tells when each of its
-steps was done has the time of a step in the steady state beside it.
+- time for 1) / (N - 1). An engine is measured through a `Generate`. For an engine that also reports when each
+step ended, the steady-state time of a step is measured in addition.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Step:
 @dataclass(frozen=True)
 class Run:
     """Record of one Generate. arrivals: (requests,) seconds. token_times: of each request, the time of
-    each of its tokens. steps: in their order."""
+    each of its tokens. steps: in their order.
+    """
 
     arrivals: list[float]
     token_times: list[list[float]]
@@ -49,7 +50,7 @@ class Job:
 
     dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids, at most `batches[0]` sequences in
     flight, instead of the table of batches; workload: their name in titles and file names. outputs: new
-    tokens of each prompt, in place of output_tokens. rate: prompts that arrive a second; 0: all at once.
+    tokens of each prompt, instead of output_tokens. rate: arriving prompts per second; 0: all at once.
     quantization: of the preset's matrices, a name of presets.QUANTIZATIONS; empty: none.
     """
 
@@ -75,7 +76,7 @@ class Job:
 
     @property
     def at_a_time(self) -> int:
-        """Most sequences in flight."""
+        """Maximum sequences in flight."""
         return self.batches[0] if self.prompts else max(self.batches)
 
     @property
@@ -102,7 +103,7 @@ class Timing:
     """Figures of one batch size: medians over the repeats, and the seconds of each repeat.
 
     tokens_per_s: of decoding, batch / step. total_tokens_per_s: output tokens over the whole time, prompts
-    included. steady_step_ms: between two steps in which every sequence decodes; None if nobody tells.
+    included. steady_step_ms: between two steps in which every sequence decodes; None if not reported.
     """
 
     batch: int
@@ -167,7 +168,7 @@ def _measure_batch(
 
 
 def steady_gaps(steps: Sequence[Step], batch: int) -> list[float]:
-    """Seconds between neighbouring steps of `batch` decoding rows and nothing else."""
+    """Return the seconds between consecutive steps of exactly `batch` decode rows."""
     full = [step.decodes == batch and step.prompt_tokens == 0 for step in steps]
     return [steps[i].time - steps[i - 1].time for i in range(1, len(steps)) if full[i - 1] and full[i]]
 
@@ -222,12 +223,14 @@ def _measure_workload(
 def latencies(runs: Sequence[Run], slots: int) -> dict[str, Any]:
     """Summarise all runs together: percentiles of the time to first token and of the inter-token time, the
     median time of steps with and without prefill, their numbers, and the share of batch slots that
-    decoded."""
+    decoded.
+    """
     if not runs:
         return {}
     firsts = [times[0] - at for run in runs for at, times in zip(run.arrivals, run.token_times) if times]
     gaps = [gap for run in runs for times in run.token_times for gap in np.diff(times)]
-    kinds: dict[bool, list[float]] = {False: [], True: []}  # whether a step has prompts -> its seconds
+    # whether a step has prompts -> seconds of such steps
+    kinds: dict[bool, list[float]] = {False: [], True: []}
     for run in runs:
         for before, step in zip(run.steps, run.steps[1:]):
             kinds[step.prompt_tokens > 0].append(step.time - before.time)

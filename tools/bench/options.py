@@ -44,7 +44,7 @@ WorkloadOutput = Annotated[
     typer.Option(min=2, help="New tokens of each sequence; default: 128, or the workload's."),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")]
-Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages, each on GPUs of its own.")]
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages, each on separate GPUs.")]
 Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 
 
@@ -59,7 +59,7 @@ def _check_output(folder: Path) -> Path:
 Quantization = Annotated[
     Optional[str],
     typer.Option(
-        help="The preset's matrices rounded: int8, fp8 or int4; with the activations: w8a8-int8, w8a8-fp8, "
+        help="Quantise the preset's matrices: int8, fp8 or int4; with activations: w8a8-int8, w8a8-fp8, "
         "w8a8-fp8-blocks (128 x 128)."
     ),
 ]
@@ -75,7 +75,7 @@ Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
 ]
 Int8Head = Annotated[bool, typer.Option("--int8-head", help="The head in int8.")]
-CacheDtype = Annotated[str, typer.Option(help="auto, fp8 or int8: of the cache.")]
+CacheDtype = Annotated[str, typer.Option(help="dtype of the KV cache: auto, fp8 or int8.")]
 DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
 RESULTS = Path("build/bench")
 _Number = TypeVar("_Number", int, float)

@@ -47,7 +47,7 @@ from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, sa
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
 from tridecode.tools.checks.repository import check_repo
 
-CALIBRATED = "calibrated"  # folder of the repository while it is built
+CALIBRATED = "calibrated"  # folder of the repository during the build
 _SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
@@ -89,17 +89,20 @@ def build_repo(
     """Convert `model` and write the repository `output`, completely or not at all. Returns its path.
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
-    None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights. contracts,
+    None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take the
+    tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights. contracts,
     owners, ensemble_owner, decoupled, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
     uint32_text_inputs, wrap_token_ids, stand_ins, vllm_model: see repository_models. engine_settings:
     parameters of EngineConfig. parity: compare with transformers and write PARITY.json. reference: another
-    checkpoint to compare with: of a weight directory, the one that it was made from. num_heads: attention
-    heads of a Megatron checkpoint that does not say. prompts: NeMo's archives of prompt learning and PEFT's
-    folders. overwrite: an output that is a model repository is replaced. quantization: round the
-    layers' matrices to the nearest values of it. keep_quantization: those of a quantised checkpoint stay as
-    they are where a weight directory has their format. quantization_floor: what the result must then reach.
-    calibration: quantise by its method, in place of `quantization`. parity_text: compare on these texts too.
+        checkpoint to compare with; for a weight directory, the one that it was made from. num_heads:
+    attention
+        heads, for a Megatron checkpoint that does not record them. prompts: NeMo's archives of prompt
+    learning and PEFT's folders. overwrite: an output that is a model repository is replaced. quantization:
+        quantise the layers' matrices to it by rounding to nearest. keep_quantization: matrices of a quantised
+        checkpoint stay unchanged if weight directories support their format. quantization_floor: quality that
+    the
+        result must then reach. calibration: quantise by its method, instead of `quantization`. parity_text:
+    compare on these texts too.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -180,7 +183,8 @@ def build_repo(
         manifest = planned.write(weights, tensor_para_size)
         shutil.rmtree(staging / CALIBRATED, ignore_errors=True)
         folds = calibration is not None and calibration.method.folds
-        # adapters name transformers' modules, a weight directory has none; folded ones have other inputs
+        # adapters name transformers' modules, which a weight directory lacks; folded modules have other
+        # inputs
         if checkpoint.plan is None and not folds:
             write_targets(weights, planned)
         if manifest.weight_sparsity >= _SPARSE:
@@ -218,7 +222,8 @@ def build_repo(
 def _tokenizer(
     checkpoint: Checkpoint, given: Path | None, without: Sequence[RepositoryModel], console: Console
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the checkpoint or of the folder `given`; None, said aloud, if there is none.
+    """Return the tokenizer of the checkpoint or of the folder `given`; None, with a warning, if there is
+    none.
 
     without: the models of a repository without a tokenizer.
     """
@@ -245,9 +250,10 @@ def serve_command(repository: Path) -> str:
 
 
 def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int) -> None:
-    """ConfigError where the disk has less room than the weights take; tokenizer and configs are small.
+    """Raise ConfigError if the disk has less space than the weights need; tokenizer and configs are small.
 
-    copies: calibration keeps the matrices in files of its own until the weights are written."""
+    copies: calibration keeps the matrices in files of its own until the weights are written.
+    """
     wanted = copies * planned.total_bytes - staged_bytes(output, folder)
     free = shutil.disk_usage(existing_parent(output)).free
     if wanted > free:
@@ -263,7 +269,7 @@ def _default_dtype(console: Console) -> str | None:
 
 
 def _check_length(engine: Mapping[str, str], config: ModelConfig, console: Console) -> None:
-    """ConfigError where the model cannot compute max_sequence_tokens; a warning beyond its positions."""
+    """Raise ConfigError if the model cannot compute max_sequence_tokens; warn beyond its positions."""
     longest = read_engine_config(dict(engine), "engine settings").max_sequence_tokens or 0
     check_context(config, longest)
     if longest > config.max_positions:

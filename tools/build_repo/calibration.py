@@ -37,8 +37,10 @@ def calibrated(
     console: Console,
     folder: Path,
 ) -> PlannedConversion:
-    """The conversion that writes what calibration made; prints its errors. tokenizer: None: the source's.
-    folder: for its files, until the conversion has been written."""
+    """Calibrate, print the errors, and return the conversion that writes the result.
+
+    tokenizer: None: the source's. folder: for temporary files, until the conversion has been written.
+    """
     _warn(console, long_time(planned, calibration.method))
     result = calibrate(planned, calibration.texts, calibration.method, tokenizer, folder)
     _warn(console, result.notes)

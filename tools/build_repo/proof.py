@@ -1,4 +1,4 @@
-"""The comparison of a new repository with its source: PARITY.json, and what the user is told of it."""
+"""Compares a new repository with its source: writes PARITY.json and reports the result."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def prove(
     floor: Floor,
     text: GivenText | None,
 ) -> Parity:
-    """file: the repository's tokenizer.json; tokenizer: the source's; None: the repository has none. floor:
-    of a quantised model. text: to compare on beside the fixed prompts."""
+    """Compare, and write PARITY.json.
+
+    file: the repository's tokenizer.json; tokenizer: the source's; None: the repository has none. floor:
+    minimum quality of a quantised model. text: compared in addition to the fixed prompts.
+    """
     quantized = None if planned.config.quantization is None else (planned, floor)
     with console.status("comparing the converted model with transformers"):
         parity = check_parity(checkpoint, weights, planned.config, file, tokenizer, quantized, text)
@@ -55,7 +58,7 @@ def prove(
 
 
 def say_grade(parity: Parity, method: str, console: Console) -> None:
-    """Print the grade of a quantised model, and for a poor one what to try. method: of calibration."""
+    """Print the grade of a quantised model, with advice for a poor one. method: the calibration method."""
     quality, grade = parity.quantization, parity.grade
     if quality is None:
         return
@@ -87,7 +90,7 @@ def say_unproven(
     file: Path | None,
     console: Console,
 ) -> None:
-    """Say, and write into PARITY.json, that nothing was compared, and why."""
+    """Report, and write into PARITY.json, that nothing was compared, and why."""
     result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
     (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
     console.print(f"[yellow]warning[/]: the result is not compared: {why}")

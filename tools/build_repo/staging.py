@@ -1,6 +1,6 @@
-"""The folder in which a repository is built: it becomes the output when all is done.
+"""The folder in which a repository is built: it becomes the output when everything is done.
 
-A conversion that is broken off after a GiB stays there, and the same command goes on with it.
+A conversion that is interrupted after a GiB stays there, and the same command continues it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.weights.manifest import JOURNAL_FILE, MANIFEST_FILE
 from tridecode.model_repo_templates.served import ENGINE_MODEL
 
-#: less is converted again within seconds, and not worth a hidden folder
+#: less is reconverted within seconds, and not worth a hidden folder
 _WORTH_KEEPING = 1 << 30
 
 
@@ -36,7 +36,7 @@ def staged(output: Path, kept: Path) -> Iterator[Path]:
         with _locked(staging, output):
             _remove_all_but(staging, kept)
             if not any((staging / kept / name).is_file() for name in (JOURNAL_FILE, MANIFEST_FILE)):
-                shutil.rmtree(staging / kept, ignore_errors=True)  # nothing says what its files are
+                shutil.rmtree(staging / kept, ignore_errors=True)  # nothing describes its files
             yield staging
             _replace(output, staging)
     except _OtherProcess as error:
@@ -80,7 +80,7 @@ def _staging(output: Path) -> Path:
 
 
 def _clean_up(output: Path, kept: Path, error: BaseException) -> str:
-    """Remove the folder, or say what stays and why."""
+    """Remove the folder, or report what stays and why."""
     if isinstance(error, (OSError, KeyboardInterrupt)) and staged_bytes(output, kept) >= _WORTH_KEEPING:
         return f"; run the same command again to go on, or remove {_staging(output)}"
     shutil.rmtree(_staging(output), ignore_errors=True)
@@ -133,7 +133,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns the new ones, outermost first."""
+    """Create a folder and its parents; return the new ones, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     try:
         folder.mkdir(parents=True, exist_ok=True)

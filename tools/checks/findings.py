@@ -1,4 +1,4 @@
-"""Faults of a repository as `check` and `doctor` print them."""
+"""Faults of a repository, as printed by `check` and `doctor`."""
 
 from __future__ import annotations
 

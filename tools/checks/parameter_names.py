@@ -1,4 +1,4 @@
-"""Which `parameters` of a config.pbtxt somebody reads, and the nearest of them to one that nobody does."""
+"""Finds unknown `parameters` of a config.pbtxt, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _known(engine: bool) -> set[str]:
 
 
 def unknown(names: Iterable[str], engine: bool) -> list[str]:
-    """Those that nobody reads: a model that has one does not load."""
+    """Return unknown parameters: a model that has one does not load."""
     return sorted(set(names) - _known(engine))
 
 
 def nearest(name: str, engine: bool) -> str | None:
-    """The known name that a misspelt one was probably meant to be."""
+    """Return the known name that a misspelt one probably means."""
     return door_parameters.nearest(name, _known(engine))
 
 

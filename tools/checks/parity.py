@@ -16,8 +16,10 @@ PARITY_FILE = "PARITY.json"
 
 
 def parity_faults(repository: Path, weights: Path, tokenizer_dir: str | None) -> Iterator[Finding]:
-    """Whether PARITY.json is of the files that are there. tokenizer_dir: None in a repository without a
-    tokenizer."""
+    """Check that PARITY.json belongs to the present files.
+
+    tokenizer_dir: None in a repository without a tokenizer.
+    """
     if not (repository / PARITY_FILE).exists():
         fix = "Nothing shows that the conversion is right; build with parity."
         yield Finding("warning", PARITY_FILE, "no such file", "one", fix)
@@ -70,11 +72,12 @@ def parity_faults(repository: Path, weights: Path, tokenizer_dir: str | None) ->
 
 def _changed(name: str, weights: Path, has_manifest: bool) -> Finding:
     """A file that was changed after the comparison. A warning for edits of config.ini that users may make:
-    the weights have been found to fit it."""
+    the weights have been found to fit it.
+    """
     manifest = read_manifest(weights) if name == "config.ini" and has_manifest else None
     edits = free_edits(manifest, weights) if manifest is not None and manifest.config else []
     if edits:
-        fix = "Nothing, if it is meant: no tensor changes."
+        fix = "Nothing, if it is intended: no tensor changes."
         return Finding("warning", name, "; ".join(edits), "what was compared with transformers", fix)
     return Finding(
         "error", name, "other bytes than were compared with transformers", "the same", "Build it again."

@@ -27,12 +27,12 @@ from tridecode.tools.checks.sequences import sequence_faults
 
 MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
 MAX_MODELS = 1000
-#: exceptions of the readers of damaged files, our own errors included
+#: exceptions raised for damaged files, our own errors included
 UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
 
 
 def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
-    """All faults of a model repository, errors first; empty if none was found.
+    """Return all faults of a model repository, errors first.
 
     checksums: also read every weight file and compare it with manifest.json.
     """
@@ -117,7 +117,7 @@ def _check_model(repository: Path, name: str, model: TritonConfig) -> Iterator[F
 
 
 def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
-    """Settings that Triton accepts but that break or slow down these models."""
+    """Find settings that Triton accepts but that break or slow down these models."""
     decoupled = model.model_transaction_policy.decoupled
     if model.HasField("dynamic_batching"):
         yield _warning(
@@ -147,7 +147,7 @@ def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
 
 
 def _check_parameters(where: str, model: TritonConfig, engines: set[str]) -> Iterator[Finding]:
-    """Parameters that nobody reads, with which a model does not load; only a python model reads any."""
+    """Find unknown parameters, with which a model does not load; only python models read any."""
     of_engine = model.name in engines
     if model.backend == "python":
         for key in parameter_names.unknown(string_parameters(model), of_engine):
@@ -174,8 +174,9 @@ class _Tensor:
 
 
 def _tensors(declared, model: TritonConfig) -> dict[str, _Tensor]:
-    """Return the declared tensors with their batch axis, which not every model of an ensemble leaves to
-    Triton."""
+    """Return the declared tensors with their batch axis, which some models of an ensemble declare
+    themselves.
+    """
     batch = (-1,) if model.max_batch_size > 0 else ()
     return {
         tensor.name: _Tensor(
@@ -240,7 +241,7 @@ def _check_engine(
     where = f"{name}/config.pbtxt"
     try:
         texts = string_parameters(models[name])
-        misspelt = parameter_names.unknown(texts, engine=True)  # a finding of their own
+        misspelt = parameter_names.unknown(texts, engine=True)  # reported as findings of their own
         engine = read_engine_config({key: texts[key] for key in texts if key not in misspelt}, where)
         weights = Path(checkpoint_dir(str(repository / name)))
         for file, limit in (("config.ini", MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):

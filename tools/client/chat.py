@@ -26,7 +26,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 def find_tokenizer_dir(given: Path | None, url: str) -> Path:
     """The tokenizer folder of `given` (a repository, a tokenizer folder or a tokenizer.json), or of the
     repository that a tritonserver of this machine serves at gRPC address `url`. ConfigError where there is
-    none."""
+    none.
+    """
     root = given if given is not None else served_repository(url)
     if root is None:
         found = f"no tritonserver of this machine serves {url}"
@@ -57,7 +58,7 @@ def served_repository(url: str) -> Path | None:
         folder = folders[-1]
         try:
             return Path(os.readlink(f"/proc/{pid}/cwd"), folder)
-        except OSError:  # it has just ended, or belongs to another user
+        except OSError:  # the process has just ended, or belongs to another user
             if os.path.isabs(folder):
                 return Path(folder)
     return None

@@ -70,7 +70,7 @@ def generate(
 
         text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked)
     elif tokenizer is not None:
-        raise ConfigError("--tokenizer is for --chat: without it the prompt is sent as it is")
+        raise ConfigError("--tokenizer is for --chat: without it the prompt is sent unchanged")
     sampling = client.complete_sampling(given)
     if given["seed"] is None and sampling["seed"] is not None:
         typer.secho(f"seed {sampling['seed']}", dim=True, err=True)
@@ -134,12 +134,12 @@ def demo(
 
 
 def _read_stdin() -> str:
-    """All of stdin, less the one newline that `echo` adds."""
+    """Return all of stdin, without the newline that `echo` adds."""
     return _decode("stdin", sys.stdin.buffer.read()).removesuffix("\n")
 
 
 def _utf8(name: str, text: str) -> str:
-    """An argument as it was typed; its bytes that are not UTF-8 came in as surrogates."""
+    """Return an argument as it was typed; bytes that are not UTF-8 arrived as surrogates."""
     return _decode(name, os.fsencode(text))
 
 

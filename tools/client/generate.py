@@ -1,4 +1,4 @@
-"""A client of the text models, which streams their answers over tritonclient's gRPC."""
+"""A client of the text models that streams their answers over tritonclient's gRPC."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.client.triton_stream import plain_reason, stream_results
 
 GRPC_PORT = 8001  # tritonserver's default
-_CONNECT_S = 10.0  # until a server that does not answer counts as absent
-_RATE_S = 0.05  # shortest time that tokens/s is computed from: several tokens can come in one packet
+_CONNECT_S = 10.0  # seconds until a server that does not answer counts as absent
+_RATE_S = 0.05  # shortest time from which tokens/s is computed: several tokens can arrive in one packet
 
 #: names of text models in a repository, the recommended one first
 TEXT_MODELS = (
@@ -55,7 +55,8 @@ _INPUT_OF = {field.param: field.name for field in TENSORRT_LLM.params if field.p
 @dataclass(frozen=True)
 class Piece:
     """The part that one response added: its text and number of tokens. finish_reason: "stop", "length" or
-    "abort" with the last one, "" before and from servers without it."""
+    "abort" with the last one, "" before and from servers without it.
+    """
 
     text: str
     tokens: int
@@ -64,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TemplatedPrompt:
-    """A prompt that a chat template has made: special tokens that the tokenizer adds would come twice.
+    """A prompt rendered by a chat template: special tokens added by the tokenizer would be duplicates.
 
     text: as rendered, with the template's BOS. without_bos: for models that have no input
     add_special_tokens (config.pbtxt of an older version); the text without a BOS that the tokenizer adds.
@@ -77,7 +78,8 @@ class TemplatedPrompt:
 @dataclass(frozen=True)
 class TextModel:
     """A text model of the server. decoupled: it answers with a stream. dtypes: of its inputs, as its
-    config.pbtxt declares them (LangChain's client needs UINT32 for some that are INT32 by default)."""
+    config.pbtxt declares them (LangChain's client needs UINT32 for some that are INT32 by default).
+    """
 
     name: str
     decoupled: bool
@@ -107,10 +109,11 @@ def grpc_address(url: str) -> str:
 
 
 def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request, with top_p and seed added where the user expects them.
+    """Return the options of a request, with top_p and seed added where the user expects them.
 
-    In the contract a temperature has no effect without top_k or top_p: here, alone, it sets top_p to 1, the
-    whole vocabulary. If tokens are sampled and no seed is given, one is drawn; the server's default is 0.
+    In the contract a temperature has no effect without top_k or top_p; here a temperature alone sets top_p to
+    1, the whole vocabulary. If tokens are sampled and no seed is given, one is drawn; the server's default is
+    0.
     """
     completed = dict(options)
     temperature, top_k, top_p = (completed.get(key) for key in ("temperature", "top_k", "top_p"))
@@ -123,8 +126,9 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_text_model(url: str, name: str | None = None, streaming: bool = True) -> TextModel:
-    """The text model `name`, or the first of TEXT_MODELS that is ready: of the decoupled ones if streaming,
-    else of the others, if there are any.
+    """Return the text model `name`, or the first of TEXT_MODELS that is ready.
+
+    If streaming, decoupled models are preferred, otherwise the others.
 
     url: host:port of gRPC. Raises EngineDownError if no server answers, RequestError if it has no such model.
     """
@@ -169,9 +173,9 @@ def infer_text(
     timeout_s: float | None = None,
     **sampling: Any,
 ) -> Piece:
-    """The whole answer, over a plain infer if the model gives one response, else over a stream.
+    """Return the whole answer, over a plain infer if the model gives one response, else over a stream.
 
-    Raises as stream_text does.
+    Raises the same errors as stream_text.
     """
     found = find_text_model(url, model, streaming=False)
     if found.decoupled:
@@ -186,7 +190,8 @@ def infer_text(
 
 def print_stream(pieces: Iterator[Piece]) -> bool:
     """Write pieces to stdout as they arrive; then, to stderr, the time to the first token, tokens/s, and
-    whether max_tokens ended the answer. False if Ctrl-C ended them early."""
+    whether max_tokens ended the answer. Returns False if Ctrl-C ended it early.
+    """
     started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
     whole, reason = True, ""
     try:
@@ -268,7 +273,7 @@ def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
 
 @contextmanager
 def _client(url: str) -> Iterator[triton.InferenceServerClient]:
-    """A client whose errors are TridecodeErrors; EngineDownError if the server does not answer."""
+    """Yield a client whose errors are TridecodeErrors; EngineDownError if the server does not answer."""
     client = triton.InferenceServerClient(url)
     try:
         _check_live(client, url)
@@ -280,12 +285,12 @@ def _client(url: str) -> Iterator[triton.InferenceServerClient]:
 
 
 def _check_live(client: triton.InferenceServerClient, url: str) -> None:
-    """EngineDownError in plain words instead of gRPC's sockets and channel states."""
+    """Raise EngineDownError with a plain text instead of gRPC's sockets and channel states."""
     try:
         client.is_server_live(client_timeout=_CONNECT_S)
     except InferenceServerException as error:
         if error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
-            return  # it answers; a gateway may block this call
+            return  # the server answers; a gateway may block this call
         late = error.status() == "StatusCode.DEADLINE_EXCEEDED"
         why = f"no answer within {_CONNECT_S:g} s" if late else plain_reason(error.message() or "")
         raise EngineDownError(
@@ -294,7 +299,7 @@ def _check_live(client: triton.InferenceServerClient, url: str) -> None:
 
 
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
-    """The server's text as the error class of its status."""
+    """Return the server's text as the error class of its status."""
     status = (error.status() or "").removeprefix("StatusCode.")
     code = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}.get(status, status)
     where = f" (server: {url})" if url and code == "UNAVAILABLE" else ""
@@ -302,7 +307,7 @@ def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
 
 
 def _describe(client: triton.InferenceServerClient, name: str) -> TextModel | None:
-    """None for a model that does not take text."""
+    """Describe a model; None if it does not take text."""
     config = client.get_model_config(name).config
     declared = {tensor.name: tensor.data_type for tensor in config.input}
     if "text_input" not in declared:

@@ -10,7 +10,7 @@ import typer
 
 from tridecode.backend.wire.sampling_params import Parameter, SamplingParams, parameters
 
-#: what an option means to this program, beside what the parameter means to the server
+#: meaning of an option to this program, in addition to the parameter's meaning to the server
 _NOTES = {
     "temperature": "given alone, it sets --top-p 1",
     "beam_width": "the best one is printed",
@@ -23,7 +23,8 @@ _WITHOUT = ("num_return_sequences", "early_stopping", "beam_search_diversity_rat
 def with_sampling_options(
     command: Callable[..., None], table: type[SamplingParams] = SamplingParams
 ) -> Callable[..., None]:
-    """The command with an option for each sampling parameter with a range, in place of its last argument.
+    """Return the command with its last argument replaced by an option for each sampling parameter with a
+    range.
 
     That argument, `sampling`, is {parameter: value, or None where the option is not given}. A parameter that
     the command takes itself gets no second option.

@@ -80,7 +80,7 @@ def read_request(path: str | Path | None, params: str | None = None) -> RequestF
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """`value`, with the types of its parts checked; ConfigError for the first wrong one."""
+    """Return `value` after checking the types of its parts; ConfigError for the first wrong one."""
     config, request = value.get("config", {}), value.get("request", [])
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: config is {_short(config)}; wanted an object")
@@ -116,7 +116,7 @@ def _address(url: str, protocol: str, where: str) -> str:
 
 
 def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterator[Answer]:
-    """The responses to a request: one, or those of a stream. timeout_s: longest wait for a response.
+    """Yield the responses to a request: one, or those of a stream. timeout_s: longest wait for a response.
 
     Raises EngineDownError if no server answers, TridecodeError with the server's text for any other failure.
     """
@@ -130,7 +130,7 @@ def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterat
     except TimeoutError:
         patience = f"{timeout_s or _HTTP_TIMEOUT_S:g} s"
         raise EngineDownError(f"{request.url} has not answered within {patience}") from None
-    except (OSError, ValueError) as error:  # of the HTTP client's sockets and parser
+    except (OSError, ValueError) as error:  # errors of the HTTP client's sockets and parser
         raise _no_server(request, str(error)) from None
 
 
@@ -153,7 +153,8 @@ def show(answer: Answer, console: Console) -> None:
 
 def show_streamed(answer: Answer, console: Console) -> None:
     """Print one line per response of FasterTransformer's stream: time, cumulative probability, tokens of the
-    first sequence. Of another model's response, print every output."""
+    first sequence. Of another model's response, print every output.
+    """
     outputs = answer.outputs
     if not {"output_ids", "sequence_length"} <= set(outputs):
         show(answer, console)

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from tridecode.backend.base.errors import EngineDownError
 
-_REASON_S = 5.0  # wait for gRPC's reason of a failed stream
+_REASON_S = 5.0  # wait for gRPC's reason for a failed stream
 
 #: part of an error text where a peer is absent or not Triton -> plain words
 NO_SERVER = {
@@ -50,7 +50,7 @@ def stream_results(
     try:
         try:
             client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
-        except InferenceServerException as refusal:  # the stream had failed; its callback has the reason
+        except InferenceServerException as refusal:  # the stream has failed; its callback has the reason
             raise (_next(answers, model, _REASON_S)[1] or refusal) from None
         while True:
             result, error = _next(answers, model, timeout_s)
@@ -60,7 +60,7 @@ def stream_results(
             if response.outputs:
                 yield result
             final = response.parameters.get("triton_final_response")
-            if final is None or final.bool_param:  # a model that is not decoupled may leave it out
+            if final is None or final.bool_param:  # a model that is not decoupled may omit it
                 return
     finally:
         client.stop_stream(cancel_requests=True)

@@ -1,1 +1,1 @@
-"""`tridecode doctor`: what is wrong with a model repository or its machine, and what to change."""
+"""`tridecode doctor`: finds faults of a model repository and its machine, and advises what to change."""

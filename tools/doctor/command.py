@@ -15,7 +15,7 @@ def doctor(
         bool, typer.Option("--full", help="Read every weight file, not a sample, and compare its SHA-256.")
     ] = False,
     gpu_memory: Annotated[
-        Optional[str], typer.Option(help="Memory of each GPU, e.g. 80GiB: of a machine that you will have.")
+        Optional[str], typer.Option(help="Memory of each GPU, e.g. 80GiB, of a planned machine.")
     ] = None,
     gpus: Annotated[Optional[int], typer.Option(min=1, max=1024, help="Number of such GPUs.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,

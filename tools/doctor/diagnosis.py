@@ -1,4 +1,4 @@
-"""The whole examination: machine, repository, and whether the two fit."""
+"""Examines the machine, the repository, and whether the two fit."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def diagnose(
 ) -> Diagnosis:
     """Examine a repository (None: only the machine) and the machine.
 
-    full: read every weight file. gpu_memory, gpus: examine the repository for GPUs that this machine may not
-    have; the machine itself is then examined as it is. machine: default: this one.
+    full: read every weight file. gpu_memory, gpus: examine the repository for other GPUs than this machine's;
+    the machine itself is still examined as it is. machine: default: this one.
     """
     machine = machine or inspect_machine(repository)
     found = Diagnosis(machine, None if repository is None else str(repository))

@@ -30,7 +30,8 @@ _MOST_RANKS = 64
 @dataclass(frozen=True)
 class Place:
     """Device of a rank. kind: "cuda" or "cpu". memory: bytes of its GPU, or what the machine has available.
-    devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known."""
+    devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known.
+    """
 
     kind: str
     memory: int
@@ -42,8 +43,9 @@ class Place:
 class Fit:
     """Bytes are of one rank. libraries: an estimate. cache: of the rank with the fewest blocks; may be
     negative where not even the weights fit. sequences: (tokens of a sequence, how many fit). slots:
-    max_sequences, as given or as the engine would choose it. cache_dtype: of keys and values, such as "fp16"
-    or "int8"."""
+    max_sequences, as given or as the engine would choose it. cache_dtype: dtype of keys and values, such as
+    "fp16" or "int8".
+    """
 
     ranks: list[RankMemory]
     place: Place
@@ -67,7 +69,7 @@ class Fit:
 
 
 def fit(model: ModelConfig, config: EngineConfig, place: Place) -> Fit:
-    """Raises ConfigError for settings that cannot go together, as the engine does."""
+    """Compute the fit. Raises ConfigError for incompatible settings, like the engine."""
     config = resolve(config, model, torch.device(place.kind), place.memory)
     ranks = plan_ranks(model, config, place.kind)
     return _fit(ranks, config, place)
@@ -94,7 +96,7 @@ def _libraries(place: Place, ranks: int) -> int:
 
 
 def _cache_bytes(rank: RankMemory, config: EngineConfig, place: Place, libraries: int) -> int:
-    """Cache bytes that choose_num_blocks would find on an otherwise empty device."""
+    """Return the cache bytes that choose_num_blocks would find on an otherwise empty device."""
     room = place.memory - rank.fixed - libraries
     if config.cache_bytes is not None:
         return config.cache_bytes if config.cache_bytes <= room else room - config.cache_bytes
@@ -106,7 +108,7 @@ def _cache_bytes(rank: RankMemory, config: EngineConfig, place: Place, libraries
 def fit_findings(
     where: str, model: ModelConfig, config: EngineConfig, place: Place, found: Fit
 ) -> Iterator[Finding]:
-    """Problems: it does not fit, or not one of the longest sequences does. Warnings: settings beyond use."""
+    """Find problems (the model, or one longest sequence, does not fit) and warn of useless settings."""
     kind = f"GPU with {in_words(place.memory)}" if place.kind == "cuda" else "machine"
     if not found.fits:
         largest = max(rank.fixed for rank in found.ranks)
@@ -128,7 +130,7 @@ def fit_findings(
             "error",
             where,
             f"max_sequence_tokens {found.longest:,}; the cache holds {found.tokens:,} tokens",
-            "room for one sequence of the longest kind",
+            "room for one sequence of maximum length",
             f"Set max_sequence_tokens to {found.tokens} or less. {_advice(model, config, place)}",
         )
         return
@@ -147,7 +149,7 @@ def fit_findings(
 
 
 def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit) -> Iterator[Finding]:
-    """Adapters are loaded while the engine serves, into what the cache has left."""
+    """Check adapters, which are loaded while the engine serves, into memory that the cache leaves free."""
     adapters = max(rank.adapters for rank in found.ranks)
     used = max(rank.fixed + found.blocks * rank.block for rank in found.ranks) + found.libraries
     if place.kind != "cuda" or adapters <= place.memory - used:
@@ -164,7 +166,7 @@ def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit
 
 
 def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
-    """The nearest change that makes it fit."""
+    """Return the smallest change that makes it fit."""
     for feature in BACKGROUND:
         without = replace(config, **{feature.switch: 0})  # type: ignore[arg-type]
         if without != config and fit(model, without, place).fits:
@@ -186,19 +188,20 @@ def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
                     more = f", which takes {ranks} GPUs" if ranks > place.devices else ""
                     stages = ranks // tensor
                     return f"Set tensor_para_size {tensor} and pipeline_para_size {stages}{more}."
-    return "Take a smaller model, or a machine with more memory."
+    return "Use a smaller model, or a machine with more memory."
 
 
 def _fits_at(model: ModelConfig, config: EngineConfig, place: Place, tensor: int, stages: int) -> bool:
     """Return whether the first ranks of the first and of the last stage can hold one sequence of maximum
-    length."""
+    length.
+    """
     if stages > model.num_layers or tensor > 16 or stages > 16:
         return False
     config = replace(config, tensor_para_size=tensor, pipeline_para_size=stages)
     try:
         config = resolve(config, model, torch.device(place.kind), place.memory)
         ends = [plan_rank(model, config, 0, stage, place.kind) for stage in sorted({0, stages - 1})]
-    except TridecodeError:  # the heads cannot be shared so
+    except TridecodeError:  # the heads cannot be split this way
         return False
     libraries = _libraries(place, tensor * stages)
     wanted = -(-(config.max_sequence_tokens or 1) // config.block_tokens)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi and torch see them."""
+"""The GPUs of this machine, as reported by nvidia-smi and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MIB = 1 << 20
 @dataclass(frozen=True)
 class Gpu:
     """capability: e.g. 90 for 9.0. memory, used: bytes. driver: its version. mig: "Enabled", "Disabled" or
-    "[N/A]"."""
+    "[N/A]".
+    """
 
     index: int
     name: str
@@ -33,9 +34,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """smi: nvidia-smi's GPUs; smi_error: why it told none. driver_cuda: newest CUDA that the driver runs,
+    """smi: nvidia-smi's GPUs; smi_error: why it reported none. driver_cuda: newest CUDA that the driver runs,
     "13.0". torch_cuda: the CUDA that torch was built for, None for a CPU build. visible: GPUs that torch can
-    use. nccl: its version, None without."""
+    use. nccl: its version, None without.
+    """
 
     smi: tuple[Gpu, ...] = ()
     smi_error: str = ""
@@ -89,7 +91,7 @@ def _run(command: list[str]) -> str:
 
 
 def parse_smi(rows: str) -> tuple[Gpu, ...]:
-    """The GPUs in the answer to a query of _FIELDS; lines of another form are left out."""
+    """Return the GPUs in the output of a query of _FIELDS; malformed lines are skipped."""
     found = []
     for row in rows.splitlines():
         cells = [cell.strip() for cell in row.split(",")]

@@ -21,7 +21,7 @@ from tridecode.tools.serve import triton_install
 from tridecode.tools.serve.ports import in_words, inodes_listening, who_listens
 
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
-#: what python_backend leaves in /dev/shm when a server is killed
+#: files that python_backend leaves in /dev/shm when a server is killed
 _REGIONS = "/dev/shm/triton_python_backend_shm_region_*"
 _UNLIMITED = -1
 _TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}  # nvidia-pytriton -> tritonserver
@@ -29,8 +29,9 @@ _TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}  # nvidia-pytriton -> tritonserver
 
 @dataclass(frozen=True)
 class Doors:
-    """The python of the doors, and the tritonserver that would run them. error: why it would not; "" else.
-    pythonpath: PYTHONPATH is set, which Triton's stub ignores."""
+    """The Python of the doors, and the tritonserver that would run them. error: why it could not; else "".
+    pythonpath: PYTHONPATH is set, which Triton's stub ignores.
+    """
 
     python: str = ""
     python_version: str = ""
@@ -52,8 +53,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes, counts of CPUs, and limits as the kernel tells them; -1: unlimited. memory_limit: of the cgroup,
-    None without. cpu_limit: CPUs that the cgroup grants."""
+    """Bytes, CPU counts, and limits as reported by the kernel; -1: unlimited.
+
+    memory_limit: the cgroup's, or None. cpu_limit: CPUs that the cgroup grants.
+    """
 
     cuda: Cuda = field(default_factory=Cuda)
     memory: int = 0
@@ -106,7 +109,7 @@ def inspect_machine(repository: Path | None = None, ports: dict[str, int] | None
 
 
 def inspect_doors() -> Doors:
-    """As `tridecode serve` would prepare them, in a folder that is removed again."""
+    """Inspect the doors as `tridecode serve` would prepare them, in a temporary folder."""
     path = os.environ.get("TRIDECODE_DOOR_PYTHON") or sys.executable
     pythonpath = bool(os.environ.get("PYTHONPATH"))
     try:
@@ -123,7 +126,9 @@ def inspect_doors() -> Doors:
 
 
 def _server_version(binary: Path) -> str:
-    """NVIDIA's containers have a file TRITON_VERSION; of the wheel, its own version is known."""
+    """Return Triton's version: NVIDIA's containers have a file TRITON_VERSION; for the wheel, only its own
+    version is known.
+    """
     named = binary.parent.parent / "TRITON_VERSION"
     if named.is_file():
         return named.read_text(errors="replace").strip()[:40]
@@ -183,7 +188,7 @@ def _cgroup_cpus() -> float | None:
 
 
 def _taken(ports: dict[str, int]) -> dict[str, str]:
-    """ "8000 (http)" -> who listens there."""
+    """Map "8000 (http)" to the process that listens there."""
     found = {}
     for name, port in ports.items():
         if inodes_listening(port):

@@ -1,4 +1,4 @@
-"""Findings about a machine, from its facts alone: every known trap is a function of a Machine."""
+"""Findings about a machine, computed only from its facts: every known trap is a function of a Machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tridecode.tools.doctor.sizes import in_words
 _SHM_WANTED = 256 << 20  # each model's stub takes 1 MB at its start, and grows with what requests carry
 _NOFILE_WANTED = 4096
 _DISK_WANTED = 1 << 30
-_MEMLOCK_WANTED = 1 << 30  # what NCCL registers with an InfiniBand card
+_MEMLOCK_WANTED = 1 << 30  # memory that NCCL registers with an InfiniBand card
 _OLDEST = min(ARCHITECTURES)
 
 
 def machine_findings(machine: Machine, ranks: int = 1, on_gpu: bool | None = None) -> Iterator[Finding]:
-    """ranks: processes of the engine. on_gpu: whether it is to run on GPUs; None: if there are any."""
+    """Return the findings.
+
+    ranks: processes of the engine. on_gpu: whether it runs on GPUs; None: if there are any.
+    """
     gpus = bool(machine.cuda.visible)
     yield from _gpus(machine)
     if gpus if on_gpu is None else on_gpu:
@@ -128,7 +131,7 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
         found = (
             f"cgroup limit {in_words(limit)} on a machine with {in_words(machine.memory_available)} available"
         )
-        fix = "The cache is sized by what the machine has: set cache_bytes in config.pbtxt."
+        fix = "The cache is sized by the machine's memory: set cache_bytes in config.pbtxt."
         yield _warning("memory", found, "a cache within the limit", fix)
 
 

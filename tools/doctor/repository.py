@@ -1,4 +1,4 @@
-"""Findings about a repository on the machine that is to run it: settings, weights, memory."""
+"""Findings about a repository on the machine that will run it: settings, weights, memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _LARGEST_FRACTION = 0.95  # memory_fraction beyond it leaves libraries no room
 @dataclass(frozen=True)
 class Engine:
     """The engine's settings in a repository. where: its config.pbtxt, for findings. groups: its instances, an
-    engine each."""
+    engine each.
+    """
 
     where: str
     config: EngineConfig
@@ -45,8 +46,9 @@ class Engine:
 
 
 def read_engines(repository: Path) -> list[Engine]:
-    """The engines that the models of a repository name. Those that cannot be read are left out: check_repo
-    has findings for them."""
+    """Return the engines that the models of a repository name, except unreadable ones, for which check_repo
+    has findings.
+    """
     names = set()
     for path in sorted(repository.glob("*/config.pbtxt"))[:MAX_MODELS]:
         try:
@@ -90,7 +92,9 @@ def place_of(
 
 
 def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
-    """check_repo's, and weight files whose bytes are not those of the manifest: all, or a sample."""
+    """Return the findings of check_repo, and weight files (all or a sample) whose bytes differ from the
+    manifest.
+    """
     yield from check_repo(repository, checksums=full)
     for engine in read_engines(repository):
         yield from _background_findings(repository, engine)
@@ -113,14 +117,16 @@ def _background_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
 
 
 def _sampled(engine: Engine) -> Iterator[Finding]:
-    """4 KiB of each MiB of every file, where the manifest has that digest, and every byte of some files."""
+    """Check 4 KiB of each MiB of every file, if the manifest has that digest, and every byte of some
+    files.
+    """
     try:
         reader = WeightReader(engine.weights, engine.model)
     except TridecodeError:
-        return  # check_repo says it
+        return  # check_repo reports it
     where, fix = str(engine.weights), "Copy or build it again; `tridecode doctor --full` reads every byte."
     if reader.manifest is None:
-        text = "Nothing shows that the files are whole; build the repository with this version."
+        text = "Nothing shows that the files are intact; build the repository with this version."
         yield Finding("warning", where, "no manifest.json", "checksums of the weights", text)
         return
     problems = list(reader.sample_problems())
@@ -151,7 +157,7 @@ def sample(files: list[ManifestFile]) -> list[ManifestFile]:
 
 
 def engine_findings(engine: Engine, machine: Machine, place: Place) -> Iterator[Finding]:
-    """Settings that this machine, or a supposed one, does not run."""
+    """Find settings that this machine, or a hypothetical one, cannot run."""
     config, where = engine.config, engine.where
     if config.device == "cuda" and place.kind == "cpu":
         yield Finding(
@@ -188,7 +194,7 @@ def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
 
 
 def gpus_of(engine: Engine, place: Place) -> list[int]:
-    """The GPUs of all engines of the model. Raises ConfigError where a rank has none of its own."""
+    """Return the GPUs of all engines of the model. Raises ConfigError if a rank has no GPU of its own."""
     config, engines, shown = engine.config, num_engines(engine.groups), f"the machine has {place.devices}"
     demand = Demand(config.tensor_para_size, config.pipeline_para_size, engines)
     found: list[int] = []
@@ -199,7 +205,7 @@ def gpus_of(engine: Engine, place: Place) -> list[int]:
 
 
 def sharing_findings(engines: Sequence[Engine], places: Sequence[Place]) -> Iterator[Finding]:
-    """Engines of several models that take the same GPUs."""
+    """Find engines of several models that use the same GPUs."""
     owner: dict[int, str] = {}
     for engine, place in zip(engines, places):
         if place.kind != "cuda":
@@ -207,7 +213,7 @@ def sharing_findings(engines: Sequence[Engine], places: Sequence[Place]) -> Iter
         try:
             gpus = gpus_of(engine, place)
         except ConfigError:
-            continue  # engine_findings has it
+            continue  # reported by engine_findings
         shared = [gpu for gpu in gpus if gpu in owner]
         if shared:
             found = f"GPU {shared[0]}, which the engine of {owner[shared[0]]} takes too"

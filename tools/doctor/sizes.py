@@ -1,4 +1,4 @@
-"""Bytes in words, and words in bytes."""
+"""Formats and parses sizes in bytes."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ def evaluate_lambada(
     ] = "localhost:8001",
     model: Annotated[
         Optional[str],
-        typer.Option("--model", "-m", help="Of token ids or of text; default: fastertransformer."),
+        typer.Option("--model", "-m", help="Model of token ids or of text; default: fastertransformer."),
     ] = None,
     repository: Annotated[
         Optional[Path],
-        typer.Option(help="Run this repository's engine here, on one rank, in place of a server."),
+        typer.Option(help="Run this repository's engine here, on one rank, instead of a server."),
     ] = None,
     definition: Annotated[str, typer.Option(help="last-token, last-word or both.")] = "both",
     reference: Annotated[
@@ -30,7 +30,8 @@ def evaluate_lambada(
         typer.Option(help="Checkpoint to run in transformers, too: directory, hub id or .gguf."),
     ] = None,
     reference_dtype: Annotated[
-        str, typer.Option(help="Of transformers' weights: fp32, fp16 or bf16. A CPU computes in float32.")
+        str,
+        typer.Option(help="dtype of transformers' weights: fp32, fp16 or bf16. A CPU computes in float32."),
     ] = "fp16",
     tokenizer: Annotated[
         Optional[Path],

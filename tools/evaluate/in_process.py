@@ -16,7 +16,7 @@ from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.evaluate.lambada import Question
 
-_STEPS = 32  # between two looks at what has ended
+_STEPS = 32  # interval between two checks for finished requests
 ENGINE = "fastertransformer"  # the model of a repository that holds the engine's settings
 
 

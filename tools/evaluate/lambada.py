@@ -68,7 +68,7 @@ def _text(line: str, where: str) -> str:
 
 
 def last_token(tokenizer: Tokenizer, item: int, text: str, add_special_tokens: bool) -> Question:
-    """All but the last token of the text, and that token."""
+    """Split off the last token of the text."""
     encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = _without_end(encoded)
     if len(ids) < 2:
@@ -80,8 +80,9 @@ def last_token(tokenizer: Tokenizer, item: int, text: str, add_special_tokens: b
 def last_word(tokenizer: Tokenizer, item: int, text: str, add_special_tokens: bool) -> Question:
     """The text before its last blank, and the tokens of the blank and the word.
 
-    They are tokenised one by one, as the script does. A tokenizer that puts a blank of its own before a text
-    (SentencePiece) would then have two: there the answer is what the whole text has after the prompt.
+    They are tokenised separately, as in the script. A tokenizer that prepends a blank to a text
+    (SentencePiece) would then produce two: in that case the answer is the part of the whole text's tokens
+    after the prompt.
     """
     prompt_text, word = text.strip("\n").rsplit(" ", 1)
     encoded = tokenizer.encode(prompt_text, add_special_tokens=add_special_tokens)
@@ -98,7 +99,7 @@ def last_word(tokenizer: Tokenizer, item: int, text: str, add_special_tokens: bo
 
 
 def _without_end(encoded: Encoding) -> list[int]:
-    """The ids without special tokens behind the text, which some tokenizers add: nothing may follow them."""
+    """Return the ids without trailing special tokens, which some tokenizers add."""
     end = len(encoded.ids)
     while end and encoded.special_tokens_mask[end - 1]:
         end -= 1

@@ -12,9 +12,11 @@ def evaluate_prompts(
     task: Annotated[Optional[int], typer.Option(min=0, help="Number of a task of the model.")] = None,
     table: Annotated[
         Optional[Path],
-        typer.Option(help="NeMo archive or PEFT folder, sent with each request in place of a task."),
+        typer.Option(help="NeMo archive or PEFT folder, sent with each request instead of a task."),
     ] = None,
-    table_task: Annotated[Optional[str], typer.Option(help="The table of an archive with several.")] = None,
+    table_task: Annotated[
+        Optional[str], typer.Option(help="Name of the table, for an archive with several.")
+    ] = None,
     start_id: Annotated[
         Optional[int],
         typer.Option(min=0, help="Send virtual ids from this one on; default: the server places the table."),

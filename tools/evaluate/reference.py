@@ -1,4 +1,6 @@
-"""The same questions in transformers, teacher-forced: every token of the answer must be the best one."""
+"""The same questions in transformers, teacher-forced: every token of the answer must be the most likely
+one.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,10 @@ def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]
 
 
 def _best_tokens(model: Module, batch: list[tuple[int, ...]], device: torch.device) -> list[list[int]]:
-    """The best token after each token of each sequence. Padding is behind the tokens, where causal attention
-    does not look."""
+    """The best token after each token of each sequence.
+
+    Padding follows the tokens, where causal attention does not attend.
+    """
     width = max(map(len, batch))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)
     return model(ids, use_cache=False).logits.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""LAMBADA through a server and in transformers, and what the two have in common."""
+"""Runs LAMBADA through a server and in transformers, and compares the two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tridecode.tools.progress import counter
 @dataclass(frozen=True)
 class Score:
     """Right answers of one definition. reference: in transformers; None: not asked. differing: items that
-    only one of the two answers right. right: items that the server answers right."""
+    only one of the two answers right. right: items that the server answers right.
+    """
 
     definition: str
     items: int
@@ -33,7 +34,7 @@ class Score:
 
     @property
     def difference(self) -> float | None:
-        """Points of accuracy, the server's less transformers'."""
+        """Difference in points of accuracy, the server's minus transformers'."""
         return None if self.reference is None else 100 * (self.served - self.reference) / self.items
 
 
@@ -112,10 +113,10 @@ def evaluate(
     timeout_s: float | None = None,
     repository: Path | None = None,
 ) -> Evaluation:
-    """Ask the server and, with `reference`, transformers. All that can be checked is checked first.
+    """Ask the server and, with `reference`, transformers. All arguments are checked first.
 
-    repository: its engine is asked in this process, in place of the server; url, model, concurrency and
-    timeout_s are not looked at.
+    repository: its engine runs in this process instead of the server; url, model, concurrency and timeout_s
+    are ignored.
 
     Raises ConfigError for the data, the tokenizer or a dtype, EngineDownError and RequestError for the
     server, CheckpointError for the reference, TridecodeError for a request that fails.

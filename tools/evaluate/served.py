@@ -27,7 +27,8 @@ MODELS = ("fastertransformer", "fastertransformer_streaming", "tensorrt_llm_bls"
 @dataclass(frozen=True)
 class ServedModel:
     """A model of the server. takes: "tokens" or "text". decoupled: it answers with a stream.
-    add_special_tokens: whether it does, where it tokenises. whole_type: Triton's type of max_tokens."""
+    add_special_tokens: whether it adds them when it tokenises. whole_type: Triton's type of max_tokens.
+    """
 
     name: str
     takes: str
@@ -101,7 +102,7 @@ def ask(
             progress(done)
 
     with _connected(url):
-        pass  # a server that is not there is one clear error
+        pass  # an absent server is one clear error
     clients = _Clients(url)
     with ThreadPoolExecutor(max(1, concurrency)) as pool:
         futures = [pool.submit(partial(work, indices)) for indices in shared.values()]

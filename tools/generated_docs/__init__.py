@@ -1,1 +1,1 @@
-"""Tables of docs/reference that are written from the code which they describe."""
+"""Generates tables of docs/reference from the code that they describe."""

@@ -2,9 +2,9 @@
 
     python -m tridecode.tools.generated_docs.config --write
 
-The parameters of config.pbtxt are rows already. Of config.ini, every family reads some sections here, and
-the keys that it asks for are recorded with their types and defaults. Without --write: exit code 1 if a page
-has other tables than would be written.
+The parameters of config.pbtxt are rows already. For config.ini, every family reads some sections here, and
+the keys that it reads are recorded with their types and defaults. Without --write: exit code 1 if a page has
+other tables than would be written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ROTARY = ("rope_", "rotary_")
 
 @dataclass
 class Read:
-    """One key as a family reads it. type: in words; default: its text, or "mandatory"."""
+    """One key as read by a family. type: as text; default: its text, or "mandatory"."""
 
     type: str
     default: str
@@ -65,7 +65,7 @@ class Read:
 
 @dataclass
 class RecordingSection(IniSection):
-    """A section that keeps what is asked of it."""
+    """A section that records the keys read from it."""
 
     path: Path
     name: str
@@ -107,7 +107,7 @@ class RecordingSection(IniSection):
         return super().integers(key, length, minimum)
 
     def _keep(self, key: str, kind: str, default: Any, weak: bool = False) -> None:
-        """weak: does not replace a read that says more."""
+        """weak: does not replace a more specific read."""
         if self.prefix or (weak and key in self.reads) or (key in self.reads and kind == "whole numbers"):
             return
         text = str(default).lower() if isinstance(default, bool) else f"{default}"
@@ -162,7 +162,7 @@ def _row(key: str, reads: dict[str, dict[str, Read]]) -> tuple[str, str, str, st
 
 
 def _defaults(key: str, found: dict[str, Read]) -> str:
-    """The commonest default, and the families that have another; "" where the meaning names it."""
+    """Return the most common default, and the families with another; "" if the meaning states it."""
     if "default:" in KEYS[key]:
         return ""
     counts = Counter(read.default for read in found.values())

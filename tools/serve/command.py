@@ -24,7 +24,7 @@ def serve(
         ),
     ] = "127.0.0.1",
     metrics_address: Annotated[
-        Optional[str], typer.Option(help="Where /metrics listens, if elsewhere than --address.")
+        Optional[str], typer.Option(help="Address of /metrics, if it differs from --address.")
     ] = None,
     door_python: Annotated[
         Optional[str], typer.Option(help="Python of the models' processes; it needs numpy < 2.")
@@ -61,18 +61,17 @@ def serve(
         str,
         typer.Option(
             metavar="DEATHS|never",
-            help="End after so many deaths of tritonserver within 300 s. Until then it is started again, "
-            "with pauses that grow to 15 s.",
+            help="Exit after this many deaths of tritonserver within 300 s. Until then it is restarted, "
+            "with pauses of up to 15 s.",
         ),
     ] = "10",
     parent: Annotated[
         Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
     ] = None,
 ) -> None:
-    """Run tritonserver on a model repository.
-
-    Models whose process dies are loaded again, and a tritonserver that dies is started again; SIGTERM lets
-    open requests finish. Wrong settings end it with exit code 2, every other failure with 1.
+    """Run tritonserver on a model repository. Models whose process dies are reloaded, and a tritonserver that
+    dies is restarted; SIGTERM lets open requests finish. Wrong settings end it with exit code 2, every other
+    failure with 1.
 
     \b
     Example:
@@ -97,8 +96,8 @@ def serve(
 def tritonserver(context: typer.Context) -> None:
     """Run tritonserver with NVIDIA's own flags.
 
-    It listens on the loopback interface and closes the APIs of model control, shared memory, logging and
-    tracing, where the flags do not say otherwise. `tridecode serve` also restarts what dies.
+    Unless flags say otherwise, it listens on the loopback interface and closes the APIs of model control,
+    shared memory, logging and tracing. `tridecode serve` also restarts what dies.
 
     \b
     Example:

@@ -4,10 +4,10 @@ A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is 
 it would end the whole server (measured on Triton 2.51). In both cases the model is then unloaded and loaded.
 
 Requests that a stub had taken when it died never end (python_backend 24.10 sends a response only when the
-stub requests it). Each of our doors counts them where its death does not reach (taken_requests.py).
-Triton keeps the unloaded model for them, and with it the dead stub's region of shared memory mapped. It also
-does so for requests that it has answered with "Stub process … is not healthy", so the mapping alone decides
-only for a model of another author, which counts nothing.
+stub requests it). Each of our doors counts them in memory that survives its death (taken_requests.py). Triton
+keeps the unloaded model for them, and with it the dead stub's region of shared memory mapped. It also does so
+for requests that it has answered with "Stub process … is not healthy", so the mapping alone decides only for
+foreign models, which count nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Watched:
     model: str
     process: processes.ProcessId
     region: str
-    taken: taken_requests.TakenCount | None = None  # once it is there
+    taken: taken_requests.TakenCount | None = None  # set once it is known
     dead_since: float | None = None
     stopped_since: float | None = None
     killed: bool = False  # by us
@@ -45,7 +45,7 @@ class _Watched:
 
 @dataclass
 class Orphans:
-    """Requests that cannot end because their door died. since: of the death. count: None: not known."""
+    """Requests that cannot end because their door died. since: time of the death. count: None: not known."""
 
     model: str
     since: float
@@ -67,18 +67,18 @@ class _Reload:
     next: float = 0.0
     needed: bool = False
     running: bool = False
-    unloaded: bool = False  # by us, and not loaded again yet
+    unloaded: bool = False  # unloaded by us, and not yet reloaded
 
 
 class DoorWatch:
-    """Looks at the stubs of one tritonserver whenever `tick` is called; loads in threads of its own."""
+    """Checks the stubs of one tritonserver whenever `tick` is called; reloads in separate threads."""
 
     def __init__(self, server_pid: int, http: TritonHttp) -> None:
         self._server_pid = server_pid
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
-        self._orphans: dict[str, Orphans] = {}  # by the region of the dead stub
+        self._orphans: dict[str, Orphans] = {}  # region of the dead stub -> orphans
 
     @property
     def busy(self) -> bool:
@@ -119,7 +119,8 @@ class DoorWatch:
 
     def _look(self, pid: int, door: _Watched, now: float) -> bool:
         """Return whether watching this stub can end: its door was unloaded, or its reload has been
-        requested."""
+        requested.
+        """
         state = processes.state(pid)
         if state == "":
             return True
@@ -138,7 +139,7 @@ class DoorWatch:
             return False
         count = None if door.taken is None else door.taken.read()
         open_ = "" if count is None else f" with {count or 'no'} request{'' if count == 1 else 's'} open"
-        _log.warning("door %s (pid %d) has died%s: loading it again", door.model, pid, open_)
+        _log.warning("door %s (pid %d) has died%s: reloading it", door.model, pid, open_)
         if count != 0:
             since = door.stopped_since or door.dead_since
             self._orphans[door.region] = Orphans(door.model, since, now, count)
@@ -161,7 +162,7 @@ class DoorWatch:
         try:
             if not reload.unloaded:
                 if all(row.state != "READY" for row in self._http.index() if row.name == model):
-                    _log.info("door %s is not loaded: leaving it so", model)
+                    _log.info("door %s is not loaded and stays unloaded", model)
                     return
                 self._http.unload(model)
                 reload.unloaded = True

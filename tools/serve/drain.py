@@ -1,4 +1,6 @@
-"""The end of `tridecode serve`: readiness off, open requests finish or end with an error, the server ends."""
+"""The shutdown of `tridecode serve`: readiness off, open requests finish or end with an error, the server
+ends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 IDLE_S = 1.0  # an engine without work for this long has drained
 END_S = 3.0  # from SIGTERM to SIGKILL of tritonserver: an open gRPC stream would delay its exit for ever
 _TICK_S = 0.1
-_ERRORS_S = 1.0  # for the doors to send the errors of requests that were ended
+_ERRORS_S = 1.0  # time for the doors to send the errors of ended requests
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -29,7 +31,9 @@ class Drain:
         self._signals = signals
 
     def stop(self, drain_s: float, may_have_requests: bool) -> int:
-        """Drain for drain_s, end what is left, and end the server: 0, or 1 after a second signal."""
+        """Drain for drain_s, end the remaining requests and the server; return 0, or 1 after a second
+        signal.
+        """
         _log.info("%s: stopping", self._signals.name)
         drained = self._drain(drain_s) if may_have_requests else True
         hurried = self._signals.count > 1
@@ -54,11 +58,13 @@ class Drain:
         deadline = time.monotonic() + seconds
         if self._unload_all():
             return self._wait_drained(deadline)
-        self._server.terminate()  # it drains by itself, as far as it can
+        self._server.terminate()  # Triton then drains by itself, as far as it can
         return self._wait(deadline)
 
     def _unload_all(self) -> bool:
-        """Open requests go on, new ones are refused, readiness is false, and all ports stay open."""
+        """Unload all models: open requests continue, new ones are refused, readiness is false, all ports stay
+        open.
+        """
         try:
             for model in sorted({row.name for row in self._http.index() if row.state == "READY"}):
                 self._http.unload(model)
@@ -68,7 +74,9 @@ class Drain:
         return True
 
     def _wait_drained(self, deadline: float) -> bool:
-        """Until no model is busy, or no engine is: an open gRPC stream holds its model even without work."""
+        """Wait until no model, or no engine, is busy: an open gRPC stream holds its model even without
+        work.
+        """
         idle_since = time.monotonic()
 
         def drained() -> bool:
@@ -101,7 +109,7 @@ class Drain:
         marker = self._server.folder / runtime_dir.STOPPING
         try:
             marker.touch()
-        except OSError as error:  # doors may start an engine again, which then ends with the guard
+        except OSError as error:  # doors may restart an engine, which then ends with the guard
             _log.warning("%s cannot be written: %s", marker, error)
         for engine in state_file.read_all(self._server.folder):
             supervisor = processes.identify(engine.supervisor_pid)

@@ -19,11 +19,11 @@ def front(
         Optional[list[str]], typer.Option(help="Name of the model, may be repeated. Default: its own.")
     ] = None,
     chat_template: Annotated[
-        Optional[Path], typer.Option(help="Template of chats, in place of the checkpoint's.")
+        Optional[Path], typer.Option(help="Chat template that replaces the checkpoint's.")
     ] = None,
     cors: Annotated[
         Optional[list[str]],
-        typer.Option(metavar="ORIGIN", help="Origin whose pages may call, may be repeated; *: all."),
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may send requests, may be repeated; *: all."),
     ] = None,
     api_key: Annotated[
         Optional[list[str]],

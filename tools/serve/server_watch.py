@@ -1,4 +1,4 @@
-"""What `tridecode serve` watches while tritonserver runs: doors, stopped server, runtime folder, orphans."""
+"""Watches a running tritonserver for `tridecode serve`: doors, stopped server, runtime folder, orphans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tridecode.tools.serve.triton_http import TritonHttp
 WATCH_S = 0.25  # between two ticks
 _MEND_S = 2.0  # between two checks of the runtime folder
 _UNLOAD_S = 20.0  # a door is certainly unloaded after this time, even if its reload takes longer
-_FROZEN_S = 3.0  # a tritonserver that a signal stops for longer is killed and started again
+_FROZEN_S = 3.0  # a tritonserver that a signal stops for longer is killed and restarted
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -35,7 +35,7 @@ class ServerWatch:
         self.killed_for_orphans = False
         self._frozen_since: float | None = None
         self._pauses = PauseWatch(time.monotonic(), WATCH_S)
-        self._idle_since = 0.0  # of the engines, while there are orphans
+        self._idle_since = 0.0  # work of the engines, while there are orphans
         self._mended_at = 0.0
 
     def tick(self, now: float) -> None:
@@ -46,9 +46,8 @@ class ServerWatch:
         self._look_at_orphans(now)
 
     def _look_at_server(self, now: float) -> None:
-        """Kill a server that stays stopped: it answers nobody.
-
-        A pause of `serve` itself does not count, since everything may have been paused.
+        """Kill a server that stays stopped, since it answers no request. A pause of `serve` itself does not
+        count, since everything may have been paused.
         """
         paused_s = self._pauses.turn(now)
         pid = self._server.pid
@@ -71,12 +70,14 @@ class ServerWatch:
         self._mended_at = now
         try:
             if self._server.mend():
-                _log.warning("%s, or something in it, was removed: laid out again", self._server.folder)
+                _log.warning("%s, or something in it, was removed: recreated", self._server.folder)
         except (OSError, TridecodeError) as error:
-            _log.error("%s cannot be laid out again: %s", self._server.folder, error)
+            _log.error("%s cannot be recreated: %s", self._server.folder, error)
 
     def _look_at_orphans(self, now: float) -> None:
-        """Requests open at a door that died never end in Triton; only the end of the server ends them."""
+        """Requests that were open at a dead door never end in Triton; only the end of the server ends
+        them.
+        """
         if self._orphans_s is None or not self.doors.has_orphans:
             self._idle_since = now
             return
@@ -89,7 +90,7 @@ class ServerWatch:
         idle = now - self._idle_since > IDLE_S
         if idle or waited > self._orphans_s:
             _log.warning(
-                "%s, which Triton cannot end: starting tritonserver again, since %s",
+                "%s, which Triton cannot end: restarting tritonserver, since %s",
                 "; ".join(map(str, orphans)),
                 "nothing else is open" if idle else f"they are {waited:.0f} s old (--orphans)",
             )
@@ -97,5 +98,7 @@ class ServerWatch:
             self._server.kill_server()
 
     def _uncertain(self, orphans: Orphans, now: float) -> bool:
-        """Whether Triton may still be about to release a door that counts nothing: it is being unloaded."""
+        """Return whether Triton may still release a foreign door, which counts nothing: it is being
+        unloaded.
+        """
         return orphans.count is None and self.doors.busy and now - orphans.noticed < _UNLOAD_S

@@ -1,4 +1,4 @@
-"""One run of `tridecode serve`: start the server, watch it, start it again when it dies, drain it."""
+"""One run of `tridecode serve`: start the server, watch it, restart it when it dies, drain it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tridecode.tools.serve.signals import Signals
 from tridecode.tools.serve.start import Start, StartError
 from tridecode.tools.serve.triton_http import ModelState
 
-DEATHS_WITHIN_S = 300.0  # in which deaths of tritonserver are counted (ServeOptions.give_up_after)
-FIRST_PAUSE_S = 0.2  # before it is started again; doubles with each death that counts, up to
+DEATHS_WITHIN_S = 300.0  # window in which deaths of tritonserver are counted (ServeOptions.give_up_after)
+FIRST_PAUSE_S = 0.2  # pause before a restart; doubles with each counted death, up to
 MAX_PAUSE_S = 15.0  # below the 60 s that an engine waits for a door
 _TICK_S = 0.1
 
@@ -59,7 +59,7 @@ class Deaths:
         self._times: deque[float] = deque()
 
     def add(self, now: float) -> int:
-        """The number of deaths within DEATHS_WITHIN_S, this one included."""
+        """Add a death; return the number of deaths within DEATHS_WITHIN_S."""
         self._times.append(now)
         while self._times[0] < now - DEATHS_WITHIN_S:
             self._times.popleft()
@@ -67,7 +67,7 @@ class Deaths:
 
 
 class Serving:
-    """One server's life. models: which must become ready."""
+    """One server's life. models: those that must become ready."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Serving:
         return drain.stop(self._options.drain_s, may_have_requests)
 
     def _goes_on(self) -> bool:
-        """During a start."""
+        """Return whether a start may continue."""
         self._watch.doors.tick(time.monotonic())
         return self._server.running() and self._signals.count == 0
 
@@ -129,7 +129,7 @@ class Serving:
         self._log_ready(time.monotonic() - began)
 
     def _after_failed_start(self) -> None:
-        """Start a server that was killed during its first start again: an accident, unlike an exit code.
+        """Restart a server that was killed during its first start: an accident, unlike an exit code.
 
         Raises StartError after an exit code, TridecodeError where it has died too often.
         """
@@ -141,7 +141,7 @@ class Serving:
             self._restart()
 
     def _restart(self) -> bool:
-        """Start a dead server anew; False if that failed, which counts as another death."""
+        """Restart a dead server; return False if that failed, which counts as another death."""
         try:
             self._server.restart()
         except (OSError, TridecodeError) as error:
@@ -163,7 +163,7 @@ class Serving:
             _log.info('try: tridecode generate --url %s --prompt "The capital of France is"', url)
 
     def _start_again(self) -> None:
-        """After the server's end. Raises TridecodeError where it has died too often."""
+        """Handle the server's end. Raises TridecodeError if it has died too often."""
         how, began = self._server.ending(), time.monotonic()
         if not self._watch.killed_for_orphans:
             self._wait_after_death(how, began)
@@ -204,12 +204,14 @@ class Serving:
             time.sleep(min(_TICK_S, pause))
 
     def _engines(self) -> set[tuple[int, int]]:
-        """Supervisor and epoch of each engine."""
+        """Return supervisor and epoch of each engine."""
         return {(one.supervisor_pid, one.state.epoch) for one in state_file.read_all(self._server.folder)}
 
 
 def _failures(rows: Sequence[ModelState]) -> list[str]:
-    """A sentence for each reason why models are not ready; the models without one of their own come first."""
+    """Return a sentence for each reason why models are not ready; models without a reason of their own come
+    first.
+    """
     models: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: bool(row.reason)):
         if row.state != "READY":
@@ -221,6 +223,6 @@ def _failures(rows: Sequence[ModelState]) -> list[str]:
 
 
 def _reason(row: ModelState) -> str:
-    """Why a model is not ready, without the python frames and the class that Triton adds."""
+    """Return why a model is not ready, without the Python frames and the class that Triton adds."""
     reason = " ".join(row.reason.partition("\n\nAt:")[0].split())
     return reason.removeprefix("Internal: TritonModelException: ") or "a model that it needs could not be"

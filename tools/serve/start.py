@@ -35,10 +35,9 @@ class Start:
         self._moved_at = time.monotonic()
 
     def wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> list[ModelState]:
-        """The state of each model once the server answers for all of them, READY or failed.
-
-        Empty if goes_on turned false. timeout_s: longest time without progress. Raises StartError, with the
-        step that did not end, at the timeout, and if another process listens on a port.
+        """Return the state of each model once the server answers for all of them, READY or failed; empty if
+        goes_on turned false. timeout_s: longest time without progress. Raises StartError, with the step that
+        did not end, at the timeout, and if another process listens on a port.
         """
         with Progress() as progress:
             while goes_on():
@@ -57,7 +56,7 @@ class Start:
         return []
 
     def _look(self) -> list[ModelState] | None:
-        """The models' states when all are known and no engine is still starting; None before."""
+        """Return the models' states when all are known and no engine is still starting; None before."""
         late = [
             content.state
             for content in state_file.read_all(self._server.folder)
@@ -86,7 +85,7 @@ class Start:
         return any(state.phase == "lending" for state in states)
 
     def _rows(self) -> list[ModelState] | None:
-        """States of our models, once our server answers; no other process gets the key."""
+        """Return the states of our models, once our server answers; no other process gets the key."""
         port = self._ports["http"]
         if not ports.listens(self._server.pid, port) and ports.inodes_listening(port):
             return None
@@ -120,5 +119,6 @@ class Start:
 
 def _engine(state: EngineState) -> str:
     """Describe the engine's phase; the reason of a failure is reported with the models that could not be
-    loaded."""
+    loaded.
+    """
     return f"engine {state.phase}" if state.phase == "failed" else f"engine {state.phase}: {state.detail}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"  # where everything listens by default
+LOOPBACK = "127.0.0.1"  # default address of all ports
 KEY_VARIABLE = "TRIDECODE_CONTROL_KEY"
 HEADER = "tridecode-control"  # over gRPC Triton puts "triton-grpc-protocol-" before it
 CLOSED = ("model-repository", "shared-memory", "trace", "logging")
@@ -39,10 +39,9 @@ def control_key() -> str:
 
 
 def restrictions(key: str, given: Sequence[str] = ()) -> list[str]:
-    """Flags with which Triton answers calls of CLOSED without the key with 403 or UNAVAILABLE.
-
-    given: the user's arguments of tritonserver; an API that they restrict keeps their key, since Triton
-    accepts one restriction per API.
+    """Return flags with which Triton answers calls of CLOSED without the key with 403 or UNAVAILABLE. given:
+    the user's arguments of tritonserver; an API that they restrict keeps their key, since Triton accepts one
+    restriction per API.
     """
     flags = []
     for name in _FLAGS:
@@ -56,7 +55,7 @@ def restrictions(key: str, given: Sequence[str] = ()) -> list[str]:
 
 
 def values_of(arguments: Sequence[str], name: str) -> list[str]:
-    """The values of the flag --name in a command line, as --name=VALUE or --name VALUE."""
+    """Return the values of the flag --name in a command line, as --name=VALUE or --name VALUE."""
     values = []
     for index, argument in enumerate(arguments):
         if argument.startswith(f"--{name}="):

@@ -45,11 +45,11 @@ class TritonHttp:
         return [ModelState(row["name"], row.get("state", ""), row.get("reason", "")) for row in rows]
 
     def load(self, model: str, timeout_s: float = 1800.0) -> None:
-        """Returns when the model is loaded."""
+        """Load a model; return when it is loaded."""
         self._post(f"/v2/repository/models/{urllib.parse.quote(model)}/load", timeout_s)
 
     def unload(self, model: str) -> None:
-        """Returns at once; open requests continue."""
+        """Unload a model; return at once; open requests continue."""
         self._post(f"/v2/repository/models/{urllib.parse.quote(model)}/unload", 30.0)
 
     def _get(self, path: str, timeout_s: float) -> bytes:

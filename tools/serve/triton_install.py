@@ -22,7 +22,7 @@ from tridecode.tools.serve.checks import is_plain_path
 _STUB = "triton_python_backend_stub"
 _LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API
 
-# Runs in the door's python, isolated as Triton's stub is: without PYTHONPATH and the current folder.
+# Runs in the doors' Python, isolated like Triton's stub: without PYTHONPATH and the current folder.
 _QUESTIONS = """
 import importlib.metadata, importlib.util, json, sys, sysconfig
 def version(name):
@@ -135,7 +135,7 @@ def _from_path(binary: Path, door: DoorPython, folder: Path) -> TritonInstall:
 
 
 def _stub_version(stub: Path) -> str | None:
-    """The python that a stub is linked to, by the name of its libpython."""
+    """Return the Python version that a stub is linked to, by the name of its libpython."""
     match = re.search(rb"libpython(3\.\d+)", stub.read_bytes())
     return match.group(1).decode() if match else None
 
@@ -189,7 +189,7 @@ def _environment(door: DoorPython, folder: Path, libraries: list[str]) -> dict[s
 
 
 def _folder_of_python3(door: DoorPython, folder: Path) -> str:
-    """A folder whose `python3` is the doors' python: its own, or one with a link to it."""
+    """Return a folder whose `python3` is the doors' Python: its own, or one with a link to it."""
     path = Path(door.path)
     beside = path.with_name("python3")
     if beside.exists() and beside.resolve() == path.resolve():

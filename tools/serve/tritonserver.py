@@ -1,6 +1,6 @@
 """`tridecode tritonserver`: NVIDIA's command line, with the installed server and safe defaults.
 
-`tritonserver --model-repository models` works as NVIDIA documents it, also with the server of the
+`tritonserver --model-repository models` works as documented by NVIDIA, even with the server of the
 nvidia-pytriton wheel, which ships no backend directory. Flags that the command line does not set get safe
 values: the server listens on the loopback interface, and the APIs that load models, map shared memory, or set
 logging and tracing need a key (docs/design/security.md). Only `tridecode serve` restarts what dies.
@@ -33,7 +33,7 @@ def with_defaults(arguments: Sequence[str], key: str) -> list[str]:
         if not triton_access.has_flag(arguments, name)
     ]
     if "--disable-auto-complete-config" not in arguments:
-        flags.append("--disable-auto-complete-config")  # else the python of each model starts twice
+        flags.append("--disable-auto-complete-config")  # otherwise the Python of each model starts twice
     return [*flags, *triton_access.restrictions(key, arguments), *arguments]
 
 
@@ -62,7 +62,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_bare(arguments: Sequence[str]) -> int:
-    """For --help, and for a command line without a repository, which tritonserver refuses."""
+    """Run it unchanged, for --help and for a command line without a repository, which tritonserver
+    refuses.
+    """
     with tempfile.TemporaryDirectory() as folder:
         install = triton_install.prepare(Path(folder))
         return subprocess.call([str(install.binary), *arguments], env=install.environment)

@@ -64,7 +64,9 @@ def run_apart(engine: BenchEngine, job: Job) -> dict[str, Any]:
 
 
 def engine_environment(engine: BenchEngine) -> dict[str, str]:
-    """Our engine's threads spin as they do behind the server; other engines run with their own defaults."""
+    """Return the environment: our engine's threads spin as behind the server; other engines use their
+    defaults.
+    """
     environment = dict(os.environ)
     if engine.ours:
         spin_briefly(environment)

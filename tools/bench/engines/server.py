@@ -31,9 +31,9 @@ _READY_S = 900.0
 def bench_server(
     job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = silent
 ) -> dict[str, Any]:
-    """measure() through a server that is started for it; a batch is as many concurrent streams.
+    """Run measure() through a server started for it; a batch is the same number of concurrent streams.
 
-    job.directory: a model repository; else one with random weights is made. tokens_in: through
+    job.directory: a model repository; without it, one with random weights is built. tokens_in: through
     FasterTransformer's streaming model, not the text model. door_python: see triton_install.prepare. Raises
     TridecodeError where the server does not start or a request fails.
     """

@@ -1,4 +1,6 @@
-"""Our engine without a server, and where the time of its steps goes: for bench/studies/ranks.py alone."""
+"""Our engine without a server, with a breakdown of the time of its steps; used only by
+bench/studies/ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, measure
 from tridecode.tools.bench.shapes.presets import random_prompts
 
-_STEPS = 16  # of decoding, in the timeline
+_STEPS = 16  # decode steps in the timeline
 
 
 def bench_steps(job: Job) -> dict[str, Any]:
-    """bench_engine's figures and, on a GPU, "steps": of each batch, rank 0's time by class of kernel."""
+    """Return bench_engine's figures and, on a GPU, "steps": rank 0's time by kernel class for each batch."""
     with open_engine(job) as engine:
         runner, vocab = LoopRunner(engine), engine.model_config.vocab_size
         found = measure(runner.generate, job, vocab, last_run=runner.take_run)

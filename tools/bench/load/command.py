@@ -53,7 +53,8 @@ class LoadPlan:
 @dataclass(frozen=True)
 class _Target:
     """The served model. whole_type: Triton's type of its max_tokens. repository: if the server runs on this
-    machine."""
+    machine.
+    """
 
     name: str
     whole_type: str
@@ -61,13 +62,13 @@ class _Target:
 
 
 _RATE_USERS = 64  # connections of an open loop (--request-rate)
-_MOST_PROMPTS = 1024  # different ones, which further requests use again
+_MOST_PROMPTS = 1024  # number of different prompts, which further requests reuse
 
 
 def run_load_plan(plan: LoadPlan, output: Path) -> int:
-    """Run it, print and write the results. Returns the number of requests that failed.
+    """Run the plan, print and write the results; return the number of failed requests.
 
-    All runs together send requests for plan.max_seconds at most. Raises ConfigError for prompts that cannot
+    All runs together send requests for at most plan.max_seconds. Raises ConfigError for prompts that cannot
     be read, before the first request.
     """
     texts = read_prompts(plan.prompts, plan.requests) if plan.prompts is not None else []
@@ -169,8 +170,8 @@ def _prompts(plan: LoadPlan, target: _Target, texts: list[str], requests: int) -
     place = plan.tokenizer or target.repository
     if place is None:
         raise ConfigError(
-            "text prompts of a known length need --tokenizer (the repository that is served will do); "
-            "else use --prompts or --tokens"
+            "text prompts of a known length need --tokenizer (e.g. the served repository); otherwise use "
+            "--prompts or --tokens"
             if plan.prompts is None
             else "--tokens with --prompts needs --tokenizer, to make ids of the texts"
         )

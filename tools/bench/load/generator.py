@@ -20,14 +20,14 @@ from tridecode.tools.bench.load.worker import LoadSpec, Record, clock, work
 TOKEN_MODEL = "fastertransformer_streaming"
 
 _STREAMS_PER_PROCESS = 16  # at 53 us per response, one process reads 19,000 per second of 64 streams
-_HEAD_START_S = 0.2  # from the last process' readiness to the first request
+_HEAD_START_S = 0.2  # seconds from the last process's readiness to the first request
 _LOOK_S = 0.1
 
 Progress = Callable[[int], None]
 
 
 def choose_processes(concurrency: int, cores: int | None = None) -> int:
-    """One per 16 streams, at most half the cores: the server runs on the others."""
+    """Return one process per 16 streams, at most half the cores: the server uses the others."""
     cores = cores or os.cpu_count() or 1
     return max(1, min(cores // 2, -(-concurrency // _STREAMS_PER_PROCESS)))
 

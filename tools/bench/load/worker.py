@@ -33,8 +33,9 @@ class LoadSpec:
     tokens_in: prompts are token ids for FasterTransformer's streaming model, else texts for a text model.
     concurrency: requests in flight (closed loop). request_rate: requests per second, Poisson arrivals
     independent of the requests in flight (open loop). forced_length: the end token is suppressed before
-    output_tokens. timeout_s: of one request. connect_s: until the server accepts connections. start_within_s:
-    the last request is sent within this time after the first. whole_type: Triton's type of max_tokens.
+    output_tokens. timeout_s: limit of one request. connect_s: limit until the server accepts connections.
+    start_within_s: the last request is sent within this time after the first. whole_type: Triton's type of
+    max_tokens.
     """
 
     url: str
@@ -67,7 +68,7 @@ class Record:
 
 
 def make_request(spec: LoadSpec, index: int) -> service_pb2.ModelInferRequest:
-    """The request for prompt `index` (prompts are used in turn)."""
+    """Return the request for prompt `index` (prompts are used in rotation)."""
     prompt = spec.prompts[index % len(spec.prompts)]
     request = service_pb2.ModelInferRequest(model_name=spec.model, id=str(index))
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -152,7 +153,8 @@ class _Stream:
 
 class Worker:
     """Sends its share of the requests of a spec. take() gives the next request's number, or None at the end;
-    on_end() is called when a request has ended."""
+    on_end() is called when a request has ended.
+    """
 
     def __init__(self, spec: LoadSpec, take: Callable[[], int | None], on_end: Callable[[], None]):
         self.spec, self._take, self._on_end = spec, take, on_end
@@ -213,7 +215,7 @@ class Worker:
             record.error = f"{error.code().name}: {error.details()}"
         record.ended, record.counted = clock(), count.counted
         if record.error:
-            stream.cancel()  # its remaining responses would count for the next request
+            stream.cancel()  # its remaining responses would be counted for the next request
         else:
             self._idle.append(stream)
         self.records.append(record)

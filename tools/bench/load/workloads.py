@@ -4,11 +4,11 @@
 their last words; the published run for BLOOM-7B1 used batches of 16. That script generates as many tokens as
 the longest last word of the batch has: 3 in the median of 16 consecutive texts (1 to 9, mean 2.8). The
 lengths below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to
-222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably a little lower. The prompts
+222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably slightly lower. The prompts
 are shuffled, not in the data set's order.
 
-`mix` is a load of chats: prompts and answers of log-normal lengths, as traces of public chat services have
-them. It has no data set behind it.
+`mix` is a load of chats: prompts and answers of log-normal lengths, as in traces of public chat services. It
+is not derived from a data set.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ _LAMBADA_LONG = {
 def workload_prompts(
     name: str, vocab_size: int, limit: int | None = None, seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """The first `limit` prompts of a workload, which follow from the seed.
-
-    Raises ConfigError for a workload that does not exist.
+    """Return the first `limit` prompts of a workload, determined by the seed. Raises ConfigError for an
+    unknown workload.
     """
     if name != LAMBADA:
         raise ConfigError(f"no workload {name!r}; wanted {LAMBADA}")
@@ -71,7 +70,7 @@ def _lambada_lengths() -> np.ndarray:
 def mix_requests(
     vocab_size: int, count: int, seed: int = 0
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(prompts, new tokens of each) of `count` requests of `mix`, which follow from the seed."""
+    """Return (prompts, new tokens of each) for `count` requests of `mix`, determined by the seed."""
     random = np.random.default_rng(seed)
     prompts, outputs = (_log_normal(random, count, *shape) for shape in (MIX_PROMPT, MIX_OUTPUT))
     ids = random.integers(3, vocab_size, prompts.sum())  # 0 to 2 may be special
@@ -80,6 +79,6 @@ def mix_requests(
 
 
 def _log_normal(random: np.random.Generator, count: int, median: int, least: int, most: int) -> np.ndarray:
-    """(count,) whole numbers; those beyond the bounds are moved to them."""
+    """Return (count,) integers, clamped to the bounds."""
     values = np.exp(random.normal(np.log(median), MIX_SIGMA, count))
     return np.clip(values.round().astype(np.int64), least, most)

@@ -10,7 +10,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.weights.quantization import ROUNDED
 
-#: `--quantization`: how the matrices of a preset's layers are held
+#: `--quantization`: formats of the matrices of a preset's layers
 QUANTIZATIONS = ROUNDED
 
 
@@ -110,6 +110,6 @@ def preset(name: str) -> Preset:
 
 
 def random_prompts(count: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `tokens` ids each, which follow from the seed: every engine gets the same."""
+    """Return `count` prompts of `tokens` ids each, determined by the seed: every engine gets the same."""
     ids = np.random.default_rng(seed).integers(3, vocab_size, (count, tokens))  # 0 to 2 may be special
     return ids.tolist()

@@ -14,14 +14,15 @@ from tridecode.backend.models import family, model_config_ini
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import TORCH_DTYPES
 
-_SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
+_SCALE = 0.02  # standard deviation of matrices and embeddings, as in GPT-2's initialisation
 _NUMBERS = 16_777_213  # drawn, then repeated; a prime, so that rows begin at different places
 _WRITERS = 8  # threads
 
 
 class RandomNumbers:
-    """One block of random bytes, written repeatedly from an offset that follows from the tensor's name. Norm
-    weights are about 1, all others about 0."""
+    """One block of random bytes, written repeatedly from an offset determined by the tensor's name. Norm
+    weights are about 1, all others about 0.
+    """
 
     def __init__(self, dtype: torch.dtype, count: int = _NUMBERS):
         drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul_(_SCALE)
@@ -46,7 +47,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def write_random_files(directory: Path, model: ModelConfig) -> int:
     """Write the files of `model` in model.weight_dtype, for one rank and without a manifest. The directory
-    must not exist. Returns the bytes of all tensors."""
+    must not exist. Returns the bytes of all tensors.
+    """
     numbers = RandomNumbers(TORCH_DTYPES[model.weight_dtype])
     directory.mkdir(parents=True)
     (directory / "config.ini").write_text(model_config_ini(model, 1), encoding="utf-8")

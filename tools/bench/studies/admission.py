@@ -1,9 +1,9 @@
-"""Rules of admission on a device, in turns on one engine: what step_model.py predicts.
+"""Compares admission rules on a device, alternating on one engine: verifies the predictions of step_model.py.
 
     python -m tridecode.tools.bench.studies.admission
 
-Steps of 8,192 tokens against larger ones under a load of chats; the steps of a steady arrival against the
-sum of their parts; prompts of LAMBADA's lengths, spread over the steps or not (prompt_spread.py).
+Compares steps of 8,192 tokens with larger ones under a load of chats, the steps of a steady arrival with the
+sum of their parts, and prompts of LAMBADA's lengths with and without spreading over steps (prompt_spread.py).
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def run(engine: Engine, job: Job, slots: int, rate: float = 0.0, **limits: Any) 
 
 
 def over_parts(steps: Sequence[Step], token_s: float) -> tuple[float, float]:
-    """(time of the steps of the middle 60 % over the sum of their parts, mean decoding rows of them).
+    """Return (time of the middle 60 % of the steps divided by the sum of their parts, their mean decode
+    rows).
 
-    A step's parts are the median step of as many decoding rows without prompts, and token_s seconds for each
-    token of its prompts. Steps whose number of rows no step without prompts has are left out. Raises
-    StatisticsError where none is left."""
+    A step's parts are the median step with the same number of decode rows but no prompts, plus token_s
+    seconds for each prefill token. Steps whose number of rows occurs in no step without prompts are skipped.
+    Raises StatisticsError if none is left.
+    """
     gaps = [(step.time - before.time, step) for before, step in zip(steps, steps[1:])]
     alone: dict[int, list[float]] = defaultdict(list)
     for seconds, step in gaps:

@@ -1,11 +1,11 @@
-"""The sum over tensor ranks alone, through peer memory and through NCCL, as microseconds a call.
+"""Measures the sum over tensor ranks, through peer memory and through NCCL, in microseconds per call.
 
     python -m tridecode.tools.bench.studies.all_reduce [--ranks 2] [--columns 4096] [--rows 1,8,64,256]
         [--out FILE]
 
-Each figure is of a CUDA graph of many calls. "norm": with the residual and the RMSNorm behind it, through
-NCCL as three launches. Of more than two ranks also one shot and two at every size, for the limits of
-scratch.PEER_LIMITS. One process a GPU; the results are compared with float64 first.
+Each figure is from a CUDA graph of many calls. "norm": with residual and RMSNorm, which takes three launches
+with NCCL. With more than two ranks, one shot and two shots are measured at every size, for the limits of
+scratch.PEER_LIMITS. One process per GPU; the results are first compared with float64.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The least time of a decoding step on one H200, and the share of it that measured runs reach.
+"""Lower bound of the time of a decode step on one H200, and the share of it that measured runs reach.
 
     python -m tridecode.tools.bench.studies.floors
 
-A floor is the time of keys, values and logits, and after it the longer of reading the weights and of
-multiplying them, since attention and products follow each other. Weights are the matrices, scales and biases
-of the layers, and the head; an embedding that is not the head is read in a few rows, which do not count.
+A floor is the time to read keys, values and logits, plus the longer of reading the weights and multiplying
+them, since attention and GEMMs alternate. Weights are the matrices, scales and biases of the layers, and the
+head; of an embedding that is not the head only a few rows are read, which are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ROWS = (1, 8, 64, 256)
 
 class Bars(NamedTuple):
     """A run of `tridecode bench engine` on one H200, and issue 13's bars: ms a step at ROWS, and to the first
-    token of 64 prompts."""
+    token of 64 prompts.
+    """
 
     title: str
     stem: str  # of the result
@@ -97,7 +98,8 @@ class Traffic:
     """Bytes that a step reads and weights that it multiplies. weights: bytes, read once. multiplied: number
     of weights of the layers, multiplied with every row. head: those of the head, multiplied with the sampled
     rows. token: bytes of a token's keys and values. logits: bytes of a row's logits, written and read in
-    float32. is_8_bit: both operands of the GEMMs are 8 bit."""
+    float32. is_8_bit: both operands of the GEMMs are 8 bit.
+    """
 
     weights: int
     multiplied: int
@@ -114,7 +116,8 @@ class Traffic:
 
     def prompts_floor_ms(self, tokens: int) -> float:
         """Lower bound in milliseconds of a prefill of `tokens` tokens: the layers' GEMMs, without
-        attention."""
+        attention.
+        """
         return 1000 * max(self.weights / BANDWIDTH, 2 * tokens * self.multiplied / self._peak)
 
     @property
@@ -124,7 +127,8 @@ class Traffic:
 
 def traffic(model: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", int8_head: bool = False) -> Traffic:
     """Return the traffic of a model on one GPU. dtype: of unquantised weights. Every layer is counted with
-    the heads of the largest one."""
+    the heads of the largest one.
+    """
     head_name = "model.wte" if model.tied_head else "model.lm_head.weight"
     specs = models.family(model.family).weight_specs(model)
     layers = [spec for spec in specs if spec.layer is not None]
@@ -153,7 +157,8 @@ def of_result(result: dict[str, Any]) -> tuple[Traffic, list[dict[str, Any]]]:
 
 def row(run: Bars, result: dict[str, Any]) -> str:
     """Return a row of the table: figure, bar, floor and its share of the figure, at each number of
-    sequences."""
+    sequences.
+    """
     moved, batches = of_result(result)
     tokens = result["settings"]["prompt_tokens"]
     found = {batch["batch"]: batch for batch in batches}

@@ -50,7 +50,9 @@ def plan(
 
 
 def sequences(found: RankMemory, card: int, block_tokens: int = EngineConfig.block_tokens) -> int:
-    """Of 1,024 tokens, whose keys and values fit into memory_fraction of a card beside the rest."""
+    """Return how many sequences of 1,024 tokens fit into memory_fraction of a card in addition to the
+    rest.
+    """
     room = int(card * EngineConfig.memory_fraction) - found.fixed - LIBRARY_BYTES
     return max(room, 0) // (_TOKENS // block_tokens * found.block)
 
@@ -72,7 +74,7 @@ def rows(name: str) -> list[str]:
 
 
 def share(slots: int, step: int) -> str:
-    """Of BLOOM-7B1's memory in 16 bit that int8 with an int8 head takes."""
+    """Return the share of BLOOM-7B1's 16-bit memory that int8 with an int8 head needs."""
     whole, int8 = (plan("bloom-7b1", *chosen[1:], slots, step).fixed for chosen in (FORMATS[0], FORMATS[3]))
     sizes = f"{int8 / 1e9:.2f} of {whole / 1e9:.2f} GB, {int8 / whole:.1%}"
     return f"bloom-7b1, {slots} sequences, steps of {step:,} tokens: int8 takes {sizes}"

@@ -3,9 +3,9 @@
     python -m tridecode.tools.bench.studies.ranks --gpus 2 --out FILE [--presets llama-3-8b,bloom-7b1]
 
 For each preset, on the same machine: one GPU, all GPUs with sums through peer memory, and all GPUs through
-NCCL (enable_custom_all_reduce = false). Each in a process of its own: ms/step, first tokens, and rank 0's
-time by class of kernel. Then the sum alone (all_reduce.py). With --gpus 1 only the first. FILE is written
-after each run, so that an early end loses no figures.
+NCCL (enable_custom_all_reduce = false). Each runs in its own process: ms/step, first tokens, and rank 0's
+time by kernel class. Then the sum alone is measured (all_reduce.py). With --gpus 1 only the first runs. FILE
+is written after each run, so that an early end loses no figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tridecode.tools.bench.kernel_classes import CLASSES
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.reports.report import check_output, table, write_report
 
-_WIDTH = 130  # of the tables, also where the output is a file
+_WIDTH = 130  # width of the tables, even if the output is a file
 _FIGURES = {"step_ms": "ms/step", "steady_step_ms": "steady", "first_token_ms": "first token ms"}
 
 
@@ -40,7 +40,7 @@ def jobs_of(job: Job, gpus: int) -> dict[str, Job]:
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
-    """How many times as fast as "tp 1" a step of each other run is, by batch; without runs that failed."""
+    """Return the speed-up of each other run over "tp 1", by batch, without failed runs."""
     one = results.get("tp 1", {}).get("batches")
     if not one:
         return {}
@@ -73,7 +73,7 @@ def sum_alone(gpus: int) -> Any:
 
 
 def run(job: Job, presets: Sequence[str], gpus: int, out: Path) -> bool:
-    """Measure, print and write; whether all runs succeeded."""
+    """Measure, print and write; return whether all runs succeeded."""
     console, results = Console(width=_WIDTH), dict[str, Any]()
     settings = {
         "gpus": gpus,

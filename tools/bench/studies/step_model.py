@@ -1,10 +1,11 @@
-"""A load through the real scheduler on a device that is only a cost: what a rule of admission would gain.
+"""Simulates a load with the real scheduler and a cost model of the device, to predict the gain of admission
+rules.
 
     python -m tridecode.tools.bench.studies.step_model
 
-A step takes the time of its cached tokens, the longer of reading all weights and of multiplying its tokens,
-and a constant, which is larger if it has prompts (StepCost). The constants are an H200's with 16-bit weights
-(docs/lab/loads.md); the host is never the limit. Two steps are in flight, as in the loop that serves.
+A step takes the time of its cached tokens, plus the longer of reading all weights and multiplying its tokens,
+plus a constant, which is larger if it has prompts (StepCost). The constants are an H200's with 16-bit weights
+(docs/lab/loads.md); the host is never the limit. Two steps are in flight, as in the serving loop.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _DOOR, _BLOCK = b"model", 16
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step of an engine. weights: reading them all once. token: of the products of one.
-    cached_token: reading one token of the cache. step: what every step has besides; prompt_step: and one with
-    prompts."""
+    """Milliseconds of a step of an engine.
+
+    weights: reading all weights once. token: the GEMMs of one token. cached_token: reading one token of the
+    cache. step: constant of every step; prompt_step: additional constant of a step with prompts.
+    """
 
     weights: float
     token: float
@@ -57,7 +60,8 @@ LLAMA = StepCost(weights=3.49, token=0.0222, cached_token=3.3e-5)
 @dataclass
 class Outcome:
     """seconds: of the whole load. kinds: of each step, (milliseconds, decoding rows, tokens of prompts).
-    gaps: milliseconds between the tokens of each sequence."""
+    gaps: milliseconds between the tokens of each sequence.
+    """
 
     seconds: float = 0.0
     kinds: list[tuple[float, int, int]] = field(default_factory=list)
@@ -78,7 +82,8 @@ def simulate(
     arrivals: Sequence[float] | None = None,
 ) -> Outcome:
     """The load through a Scheduler with `slots` slots and cache for all of them. spread_tokens: of
-    SchedulerLimits. arrivals: seconds; None: all requests at once."""
+    SchedulerLimits. arrivals: seconds; None: all requests at once.
+    """
     longest = max(len(prompt) + output for prompt, output in zip(prompts, outputs))
     limits = SchedulerLimits(
         num_blocks=slots * -(-longest // _BLOCK),
@@ -107,7 +112,7 @@ class _Run:
     ) -> Outcome:
         coming = deque(sorted(zip(arrivals, range(len(prompts)))))
         pending: deque[tuple[StepPlan, float]] = deque()
-        known = 0.0  # the time of the host: the end of the newest step that it has committed
+        known = 0.0  # time of the host: the end of the newest step that it has committed
         while coming or pending or self.scheduler.has_work:
             while coming and coming[0][0] <= known:
                 _, number = coming.popleft()
