@@ -1,6 +1,6 @@
-"""LoRA adapters at conversion: lora_targets.json for those that are served by name, and merging one.
+"""LoRA adapters at conversion: writes lora_targets.json for adapters served by name, or merges one.
 
-Both follow from the family's rules: converters/output_layout.py.
+Both are derived from the family's rules, see converters/output_layout.py.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def layouts(planned: PlannedConversion) -> dict[str, tuple[Conversion, OutputLay
 
 
 def _identity(transform: Callable[..., Tensor]) -> tuple:
-    """Equal for transforms that do the same."""
+    """Return a key that is equal for equivalent transforms."""
     if isinstance(transform, partial):
         return transform.func, transform.args, *sorted(transform.keywords.items())
     return (transform,)
 
 
 def lora_targets(planned: PlannedConversion) -> LoraTargets:
-    """lora_targets.json of a conversion."""
+    """Return lora_targets.json of a conversion."""
     held = planned.checkpoint.tensors.shapes
     numbers: dict[Runs, int] = {}
     targets = []
@@ -103,7 +103,8 @@ def write_targets(directory: Path, planned: PlannedConversion) -> None:
 def open_adapter(directory: Path) -> tuple[LoraConfig, TensorSource, dict[str, LoraPair]]:
     """PEFT's adapter of a directory, in .safetensors or .bin, with no tensor read.
 
-    Raises CheckpointError or UnsupportedError naming the file and what was found."""
+    Raises CheckpointError or UnsupportedError naming the file and what was found.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder; wanted an adapter as PEFT saves it")
@@ -143,7 +144,10 @@ class _Delta:
     conv1d: bool
 
     def make(self, tensors: TensorSource) -> Tensor:
-        """In the layout of the checkpoint's tensor, float32. Source: PEFT's get_delta_weight."""
+        """Return the delta in the layout of the checkpoint's tensor, float32.
+
+        Source: PEFT's get_delta_weight.
+        """
         delta = tensors.read(self.pair.b).float() @ tensors.read(self.pair.a).float()
         if not delta.isfinite().all():
             raise CheckpointError(f"{self.pair.a} and {self.pair.b} have a product that is not finite")
@@ -151,12 +155,13 @@ class _Delta:
 
 
 def _merged_reference(base: Checkpoint, directory: Path, dtype: torch.dtype) -> Module:
-    """The base's independent model with the adapter merged by PEFT; without PEFT, by plain torch.
+    """Return the base's independent model with the adapter merged by PEFT or, without PEFT, by plain torch.
 
-    Merged in float32 and rounded once, as the weights are."""
+    Merged in float32 and rounded once, like the weights.
+    """
     model = base.reference_model(torch.float32)
     if find_spec("peft") is not None:
-        from peft import PeftModel  # not needed to convert: a proof by a second implementation
+        from peft import PeftModel  # optional: verifies the merge by a second implementation
 
         try:
             adapted: Any = PeftModel.from_pretrained(model, str(directory))
@@ -182,10 +187,11 @@ def _add_deltas(model: Module, directory: Path) -> None:
 
 
 def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
-    """`checkpoint` with the adapter of `directory` merged into its weights; they are read as before.
+    """Return `checkpoint` with the adapter of `directory` merged into its weights as they are read.
 
-    Raises CheckpointError or UnsupportedError, naming module and sizes, where the adapter is not of this
-    model or adapts other modules than linear layers of its blocks."""
+    Raises CheckpointError or UnsupportedError that names module and sizes if the adapter belongs to another
+    model or adapts other modules than linear layers of its blocks.
+    """
     config, tensors, pairs = open_adapter(directory)
     if checkpoint.plan is not None:
         raise UnsupportedError(
@@ -223,7 +229,7 @@ def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
 
 
 def _source_of(module: str, prefix: str, known: Iterable[str], directory: Path) -> str:
-    """The full name of a module's weight, whose adapter may be of the bare model."""
+    """Return the full name of a module's weight; the adapter may belong to the bare model."""
     for source in (f"{module}.weight", f"{prefix}{module}.weight"):
         if source in known:
             return source

@@ -1,7 +1,7 @@
 """Opens a source checkpoint of any format; converters/sources has a reader for each.
 
-All give transformers' config and tensors by transformers' names. Tensors are read one at a time: memory never
-holds a whole checkpoint.
+All return transformers' config and tensors by transformers' names. Tensors are read one at a time: memory
+never holds a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tridecode.converters.sources.nemo import CONFIG_FILE, open_nemo
 def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoint:
     """Open a source of any format, reading no tensor; docs/reference/sources.md has the formats.
 
-    model: a file, a directory, or a repository's id on the hub. num_heads: attention heads of a checkpoint
-    that does not say. Raises CheckpointError or UnsupportedError.
+    model: a file, a directory, or a repository's id on the hub. num_heads: attention heads, for a checkpoint
+    that does not record them. Raises CheckpointError or UnsupportedError.
     """
     path = find_model(model)
     if path.is_file() and path.suffix == ".nemo":

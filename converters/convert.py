@@ -1,4 +1,4 @@
-"""From a checkpoint to a weight directory, by the rules of its family."""
+"""Converts a checkpoint to a weight directory, by the rules of its family."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ class PlannedConversion:
     config: ModelConfig
     conversions: list[Conversion]
     names: dict[str, str]  # transformers' full name -> the checkpoint's own
-    #: (name of a target, how to make it dense) -> what is written in its place: a QuantizedWeight for each
-    #: tensor that config.quantization covers. None: these are rounded to the nearest values
+    #: (name of a target, function that makes it dense) -> value to write instead: a QuantizedWeight for each
+    #: tensor that config.quantization covers. None: these are rounded to nearest
     replaced: Callable[[str, Callable[[], torch.Tensor]], torch.Tensor | QuantizedWeight] | None = None
-    #: of what `replaced` gives, where it was made with texts: see quantize/calibrated.py, Calibrated.errors
+    #: errors of the values of `replaced`, if calibrated with texts: see quantize/calibrated.py,
+    #: Calibrated.errors
     product_errors: Mapping[str, float] | None = None
-    replaced_by: str = ""  # a digest of that; a conversion that was interrupted goes on if it is the same
+    replaced_by: str = ""  # digest of these values; an interrupted conversion continues if it is the same
 
     @property
     def total_bytes(self) -> int:
@@ -63,7 +64,8 @@ class PlannedConversion:
     @property
     def notes(self) -> list[str]:
         """Notes for the user: the context length if rope scaling extends it, and the layer sizes of a pruned
-        model."""
+        model.
+        """
         context = "" if self.checkpoint.plan is not None else self._context_note()
         return ([context] if context else []) + (describe(self.config) if self.config.layer_sizes else [])
 
@@ -121,7 +123,7 @@ class PlannedConversion:
         return tensor
 
     def _memory(self, item: Conversion) -> int:
-        """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""
+        """Return the bytes that a tensor takes while it is written, in the wider of the two dtypes."""
         stored = [self.checkpoint.tensors.dtype(self.names[name]).itemsize for name in item.sources]
         return math.prod(item.spec.shape) * max(*stored, TORCH_DTYPES[self.config.weight_dtype].itemsize)
 
@@ -135,7 +137,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def source_digest(files: list[Path], replaced_by: str = "") -> str:
-    """A digest of names and contents (SampleDigest), for telling whether a conversion goes on from them."""
+    """Return a digest of names and contents (SampleDigest), to decide whether a conversion may continue."""
     digest = hashlib.sha256(replaced_by.encode())
     for file in files:
         digest.update(f"{file.name}\0{sample_sha256(file)}\n".encode())
@@ -168,7 +170,7 @@ def plan_conversion(
     tied = settle_head(checkpoint, source, names)
     size = checkpoint.config.vocab_size  # some configs name ids of another vocabulary
     end_id = next((token for token in checkpoint.eos_ids if 0 <= token < size), -1)
-    # the start id replaces an empty prompt, so it must be a token even if the model names none
+    # an empty prompt is replaced by the start id, so it must be a token even if the model names none
     named = (token for token in (checkpoint.bos_id, end_id) if token is not None)
     start_id = next((token for token in named if 0 <= token < size), 0)
     common = {
@@ -255,7 +257,10 @@ def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _more_end_ids(checkpoint: Checkpoint, end_id: int) -> tuple[int, ...]:
-    """The end tokens behind the first one. CheckpointError if an engine has no room for them."""
+    """Return the end tokens after the first one.
+
+    Raises CheckpointError if there are more than an engine supports.
+    """
     size = checkpoint.config.vocab_size
     ids = [token for token in dict.fromkeys(checkpoint.eos_ids) if 0 <= token < size]
     if len(ids) > MAX_END_IDS:
@@ -307,7 +312,7 @@ def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[st
 
 
 def checkpoint_dtype(checkpoint: Checkpoint, name: str) -> str:
-    """The name of the dtype of the checkpoint's tensor `name`; "fp32" for what is wider."""
+    """Return the dtype name of the checkpoint's tensor `name`; "fp32" for wider ones."""
     dtype = checkpoint.tensors.dtype(name)
     if dtype == torch.float64:
         return "fp32"

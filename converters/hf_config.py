@@ -61,7 +61,7 @@ def _choice(hf: PreTrainedConfig, key: str, title: str, values: dict[str, str]) 
 
 
 def demand(hf: PreTrainedConfig, title: str, **wanted: Any) -> None:
-    """Raises UnsupportedError for a setting that is neither absent, nor None, nor the value in `wanted`."""
+    """Raise UnsupportedError for a setting that is neither absent, nor None, nor the value in `wanted`."""
     for key, value in wanted.items():
         found = getattr(hf, key, None)
         if found is not None and found != value:
@@ -69,7 +69,7 @@ def demand(hf: PreTrainedConfig, title: str, **wanted: Any) -> None:
 
 
 def demand_whole_rotary(rope: dict[str, Any], title: str) -> None:
-    """For families whose heads are rotated as a whole, in transformers too."""
+    """Refuse partial rotation, for families whose heads transformers rotates as a whole."""
     found = rope.get("partial_rotary_factor", 1.0)
     if found != 1.0:
         raise UnsupportedError(f"{title} with partial_rotary_factor = {found}; this version runs 1.0")
@@ -83,10 +83,11 @@ def rope_config(
     interleaved: bool = False,
     layer_type: str | None = None,
 ) -> RopeConfig:
-    """From rope_parameters; transformers 5 moves rope_theta, rope_scaling and rotary_pct there.
+    """Return the rope from rope_parameters, to which transformers 5 moves rope_theta, rope_scaling and
+    rotary_pct.
 
-    size: rotated dimensions of a head. title: the family's name, for the error. layer_type: where
-    rope_parameters has an entry for each type of layer.
+    size: rotated dimensions of a head. title: the family's name, for the error. layer_type: selects an entry
+    if rope_parameters has one per layer type.
     """
     rope = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     scaling = rope["rope_type"]
@@ -176,8 +177,8 @@ def max_positions(hf: PreTrainedConfig) -> int:
 
     linear, dynamic, yarn: the trained length times the factor. The trained length is
     original_max_position_embeddings, or max_position_embeddings where a config has no such key (Vicuna 16k,
-    Qwen2.5 with YaRN). A max_position_embeddings that is larger already is kept: it is never multiplied as
-    well. llama3, longrope and unscaled positions: max_position_embeddings.
+    Qwen2.5 with YaRN). A larger max_position_embeddings is kept unchanged, never multiplied. llama3, longrope
+    and unscaled positions: max_position_embeddings.
     """
     rope = getattr(hf, "rope_parameters", None) or {}
     nested = [entry for entry in rope.values() if isinstance(entry, dict)]
@@ -186,7 +187,7 @@ def max_positions(hf: PreTrainedConfig) -> int:
 
 
 def _extended(rope: dict[str, Any], hf: PreTrainedConfig) -> int:
-    """Trained length times factor; 0 where the scaling does not extend max_position_embeddings."""
+    """Return the trained length times factor; 0 if the scaling does not extend max_position_embeddings."""
     if rope.get("rope_type") not in _EXTENDING or rope.get("factor") is None:
         return 0
     named = rope.get("original_max_position_embeddings")
@@ -195,7 +196,7 @@ def _extended(rope: dict[str, Any], hf: PreTrainedConfig) -> int:
 
 
 def context_note(hf: PreTrainedConfig, positions: int) -> str:
-    """How the context length follows from max_position_embeddings; "" where it is the same number."""
+    """Describe how the context length follows from max_position_embeddings; "" if they are equal."""
     stated = getattr(hf, "max_position_embeddings", None) or positions
     if stated == positions:
         return ""

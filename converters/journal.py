@@ -1,6 +1,7 @@
-"""The journal of a conversion: which files of a weight directory are finished, so that it can go on later.
+"""The journal of a conversion: records the finished files of a weight directory, so that it can continue
+later.
 
-`conversion.journal` has a JSON line that says what is being converted, then one for each finished tensor. It
+`conversion.journal` has a JSON line that identifies the conversion, then one for each finished tensor. It
 exists from the first byte until manifest.json is written; a directory with it is refused by the engine.
 """
 
@@ -28,10 +29,9 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """finished: the tensors that a conversion of the same header has written before, by name.
-
-    Their files are not looked at. Leftovers of another conversion that was interrupted are removed. Raises
-    FileExistsError for any other directory.
+    """finished: the tensors that a conversion of the same header has already written, by name; their files
+    are not checked. Leftovers of another, interrupted conversion are removed. Raises FileExistsError for any
+    other directory.
     """
 
     def __init__(self, directory: Path, header: Header):
@@ -49,7 +49,7 @@ class Journal:
         _sync_directory(directory)
 
     def _read(self) -> tuple[Header | None, dict[str, ManifestTensor]]:
-        """Its entries; a last line that was not written to its end is cut off."""
+        """Return its entries; an incomplete last line is dropped."""
         header, finished, length = None, {}, 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -67,7 +67,7 @@ class Journal:
         return header, finished
 
     def _reopen(self, header: Header) -> bool:
-        """Take up a complete conversion of the same header, if the directory holds one."""
+        """Continue from a complete conversion of the same header, if the directory holds one."""
         manifest = read_manifest(self._directory) if header.source and self._directory.is_dir() else None
         if manifest is None or manifest.source != header.source:
             return False

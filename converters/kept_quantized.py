@@ -1,4 +1,6 @@
-"""Writing a quantised checkpoint as it is: its matrices get the order of the family's rules, no rounding."""
+"""Writes a quantised checkpoint without requantising: its matrices are only reordered by the family's
+rules.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,22 @@ def keep_quantized(planned: PlannedConversion) -> PlannedConversion:
 
 
 def kept_or_dense(planned: PlannedConversion) -> tuple[PlannedConversion, str]:
-    """`keep_quantized` where it fits, else the plan as it is; and a sentence that says which, and why."""
+    """Return `keep_quantized`'s plan if possible, else the plan unchanged, and a sentence that explains which
+    and why.
+    """
     try:
         kept = keep_quantized(planned)
     except UnsupportedError as error:
-        return planned, f"quantised matrices are expanded to {planned.config.weight_dtype}: {error}"
+        return planned, f"quantised matrices are dequantised to {planned.config.weight_dtype}: {error}"
     quantization = kept.config.quantization
     assert quantization is not None
-    rounded = f"; activations are rounded to {quantization.activations}" if quantization.activations else ""
+    rounded = f"; activations are quantised to {quantization.activations}" if quantization.activations else ""
     return kept, f"matrices of layers: {quantization.weights}, as the checkpoint has them{rounded}"
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One matrix to write: its sources by the checkpoint's names, and where their outputs go."""
+    """One matrix to write: its sources by the checkpoint's names, and the placement of their outputs."""
 
     sources: list[str]
     layout: OutputLayout
@@ -115,7 +119,7 @@ class _Kept:
         return self._in_format(weight, item)
 
     def _in_format(self, weight: QuantizedWeight, item: _Item) -> QuantizedWeight:
-        """`weight` with the parts that all matrices of the directory have."""
+        """Return `weight` with the parts that all matrices of the directory have."""
         wanted, (inputs, outputs) = self.quantization, item.shape
         zeros, groups, scales = weight.zeros, weight.groups, weight.scales
         if zeros is not None and not wanted.zeros:

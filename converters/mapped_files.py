@@ -1,4 +1,4 @@
-"""Keeps the resident pages of a mapped checkpoint few while it is read once."""
+"""Limits the resident pages of a mapped checkpoint while it is read once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 @contextmanager
 def released_pages(files: list[Path]) -> Iterator[None]:
-    """While the block runs, give pages of the mapped `files` back once too many are resident.
+    """While the block runs, release pages of the mapped `files` once too many are resident.
 
     The kernel would do so only under pressure, and until then they count as this process's memory.
     """

@@ -16,11 +16,11 @@ from typing import Callable
 
 from tridecode.backend.base.errors import CheckpointError
 
-ANSWER_S = 10.0  # until a hub that does not answer counts as unreachable, name resolution included
+ANSWER_S = 10.0  # seconds until a hub that does not answer counts as unreachable, including name resolution
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?")
 _FILES = (".gguf", ".nemo")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
-_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
+_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second pattern is used if no file matches the first
 
 
 def find_model(model: str | Path) -> Path:
@@ -51,7 +51,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def _missing(path: Path) -> str:
-    """The first folder on the way to `path` that does not exist; "" if only its last name is missing."""
+    """Return the first missing folder on the way to `path`; "" if only its last name is missing."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
@@ -100,8 +100,11 @@ def _ask(repository: str) -> object:
 
 
 def _refusal(call: Callable[[], object]) -> str:
-    """Why `call` failed; "" if it succeeded. The limit holds where the hub's own does not: name resolution,
-    repeated attempts, an answer that comes byte by byte."""
+    """Return why `call` failed; "" if it succeeded.
+
+    The limit also covers what the hub's own time-out does not: name resolution, retries, an answer that
+    arrives byte by byte.
+    """
     ended: queue.Queue[str] = queue.Queue()
 
     def run() -> None:

@@ -1,7 +1,7 @@
 """Placement of the sources' outputs by a conversion.
 
-A rule's transform of a weight (out, in) reorders outputs and leaves inputs alone, so a matrix with the number
-of each output in place of the weight shows where the outputs go.
+A rule's transform of a weight (out, in) reorders only outputs, so applying it to a matrix that contains the
+index of each output shows where the outputs go.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ Runs = tuple[tuple[int, int, int], ...]
 @dataclass(frozen=True)
 class OutputLayout:
     """Placement of the outputs of a conversion's sources. runs: as in LoraTargets.layouts. conv1d: the
-    sources are (in, out), as in transformers' Conv1D."""
+    sources are (in, out), as in transformers' Conv1D.
+    """
 
     runs: Runs
     conv1d: bool
 
 
 def output_layout(conversion: Conversion, shapes: list[tuple[int, ...]]) -> OutputLayout | None:
-    """The layout of a conversion of matrices; None where it does more than reorder outputs."""
+    """Return the layout of a conversion of matrices; None if it does more than reorder outputs."""
     for conv1d in (False, True):
         outputs = [shape[1] if conv1d else shape[0] for shape in shapes]
         if {shape[0] if conv1d else shape[1] for shape in shapes} != {conversion.spec.shape[0]}:
@@ -43,8 +44,11 @@ def output_layout(conversion: Conversion, shapes: list[tuple[int, ...]]) -> Outp
 
 
 def _moved(conversion: Conversion, starts: np.ndarray, conv1d: bool) -> np.ndarray | None:
-    """The number of the source's output at each output of the target; None where inputs are moved or values
-    changed. The transform sees whole matrices, of single bytes of the numbers: they take the least memory."""
+    """Return the index of the source's output at each output of the target; None if inputs are moved or
+    values changed.
+
+    The transform is applied to whole matrices of single bytes of the indices, which need the least memory.
+    """
     inputs, outputs = conversion.spec.shape
     places = np.zeros(outputs, np.int64)
     for byte in range(3):

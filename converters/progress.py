@@ -49,7 +49,7 @@ class _Lines:
 
 
 def _left(share: float, elapsed_s: float) -> str:
-    """The time that the rest takes at the speed so far, as minutes:seconds or hours:minutes:seconds."""
+    """Return the remaining time at the speed so far, as minutes:seconds or hours:minutes:seconds."""
     seconds = round(elapsed_s * (1 - share) / share) if share > 0 else None
     if seconds is None:
         return "-:--"
@@ -59,7 +59,9 @@ def _left(share: float, elapsed_s: float) -> str:
 
 
 class _LeftColumn(ProgressColumn):
-    """Rich's own column forgets steps that are older than 30 s: of slow work it shows no time."""
+    """A column of the remaining time: Rich's own forgets steps older than 30 s, so it shows none for slow
+    work.
+    """
 
     def render(self, task: Task) -> Text:
         share = task.completed / task.total if task.total else 0.0
@@ -81,7 +83,7 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 def work_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show `title`, the share that is done and the time left; call the value with each part of `total`.
 
-    For work whose units mean nothing to a reader. Without a terminal as byte_progress.
+    For work whose units are meaningless to a reader. Without a terminal it behaves like byte_progress.
     """
     with _progress(title, total, "", (TaskProgressColumn(), TimeElapsedColumn())) as advance:
         yield advance

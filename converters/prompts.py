@@ -25,9 +25,11 @@ from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT, Prom
 
 @dataclass(frozen=True)
 class PromptTable:
-    """The virtual tokens of one task. shape: of what `read` gives, (length, C), or of a prefix
-    (length, layers * 2 * kv heads * D), in this order; None: the task is declared and has no table.
-    kind: prompt_learning_type."""
+    """The virtual tokens of one task.
+
+    shape: that of `read`'s result, (length, C) or, for a prefix, (length, layers * 2 * kv heads * D), in this
+    order; None: the task is declared but has no table. kind: prompt_learning_type.
+    """
 
     task: str
     shape: tuple[int, ...]
@@ -37,7 +39,8 @@ class PromptTable:
 
 def check_prompts(tables: Sequence[PromptTable], config: ModelConfig) -> None:
     """Raise CheckpointError for an invalid file name, a duplicate name, or a width that is not the
-    model's."""
+    model's.
+    """
     for table in tables:
         if not TASK_NAME.fullmatch(table.task):
             raise CheckpointError(
@@ -67,7 +70,7 @@ def _width(table: PromptTable, config: ModelConfig) -> int:
 def prompt_keys(tables: Sequence[PromptTable], config: ModelConfig, start_id: int | None = None) -> str:
     """Return the lines of config.ini for these tables: keys of the model's section, then the tasks' sections.
 
-    start_id: the first virtual id; None: the one that clients of FasterTransformer take, if it is free.
+    start_id: the first virtual id; None: the one that FasterTransformer's clients use, if it is free.
     """
     if not tables:
         return ""

@@ -1,4 +1,6 @@
-"""A family's rules on quantised matrices: outputs are reordered and joined, with their scales and zeros."""
+"""Applies a family's rules to quantised matrices: outputs are reordered and joined, with their scales and
+zeros.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def joined(layout: OutputLayout, weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """The matrix (out, in) that a conversion makes of its sources (out, in), without any rounding.
+    """Return the matrix (out, in) that a conversion makes of its sources (out, in), without rounding.
 
-    None where they cannot be one: other formats, groups or inputs, or outputs that no source makes. Blocks
-    of rows that the layout cuts get a scale for each row.
+    None if they cannot be joined: different formats, groups or inputs, or outputs without a source. Blocks of
+    rows that the layout splits get a scale for each row.
     """
     first = weights[0]
     if not all(_alike(first, weight) for weight in weights) or any(run[0] < 0 for run in layout.runs):

@@ -1,4 +1,6 @@
-"""The files of a quantised matrix, for the writer: it is made once, and each of its files takes a part."""
+"""The files of a quantised matrix, for the writer: the matrix is computed once, and each file takes a
+part.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def quantized_tensors(
     load: Callable[[], QuantizedWeight],
     memory: int,
 ) -> list[TensorToWrite]:
-    """The files of the matrix `spec`. load: gives its QuantizedWeight, whole; memory: the bytes it takes."""
+    """The files of the matrix `spec`.
+
+    load: returns its QuantizedWeight, whole; memory: the bytes it needs.
+    """
     parts = _Parts(spec, quantization, load)
     return [
         TensorToWrite(file, partial(parts.take, file.name), 0 if number else memory)

@@ -53,7 +53,7 @@ def join_heads(num_heads: int, tensor: Tensor) -> Tensor:
 
 
 def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
-    """Rows by kv head, the queries of its group, its key and its value -> all queries, all keys, all values.
+    """Reorder rows stored by kv head (queries of its group, key, value) -> all queries, all keys, all values.
 
     tensor: ((H + 2K) * D, ...); K follows from the number of rows.
     """
@@ -69,7 +69,7 @@ def split_groups_transposed(num_heads: int, head_size: int | None, weight: Tenso
 
 
 def split_group_bias(num_heads: int, head_size: int | None, bias: Tensor, weight: Tensor) -> Tensor:
-    """The bias of split_groups_transposed's weight, which tells the head size if it is None."""
+    """Split the bias of split_groups_transposed's weight, which determines the head size if it is None."""
     return split_groups(num_heads, head_size or weight.shape[1] // num_heads, bias)
 
 
@@ -132,7 +132,7 @@ def plan_conversions(
 ) -> list[Conversion]:
     """A Conversion for each spec. shapes: of the source's tensors; ignored: names of those to leave out.
 
-    A rule without a spec does not apply (a bias that the config switches off). where: the file of the rules.
+    A rule without a spec is skipped (a bias that the config switches off). where: the file of the rules.
     Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [

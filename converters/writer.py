@@ -1,7 +1,7 @@
 """Writes a weight directory: shards, config.ini, manifest.json (docs/design/weight_files.md has the bytes).
 
-Tensors are written in parts of a few MiB, so that memory holds no more of them than their rules make. A
-conversion that was interrupted goes on where it stopped.
+Tensors are written in parts of a few MiB, so that memory holds only the tensors that the rules are making. An
+interrupted conversion continues where it stopped.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from tridecode.converters.progress import byte_progress
 from tridecode.converters.pruning.zeros import ZeroCounter
 
 _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
-_CHUNK_BYTES = 2 << 20  # a part of a tensor; each worker holds a few copies
-_IN_FLIGHT_BYTES = 256 << 20  # of all tensors that are being written; a larger one is written alone
-_BLOCK_ROWS = 128  # of a transposition: (8192, 2048) bf16, one thread: 0.55 GB/s; at once 0.6, by 1024 0.5
+_CHUNK_BYTES = 2 << 20  # bytes of a part of a tensor; each worker holds several copies
+_IN_FLIGHT_BYTES = 256 << 20  # bytes of all tensors that are being written; a larger tensor is written alone
+# rows of a transposition tile: (8192, 2048) bf16, one thread: 0.55 GB/s; untiled 0.6, tiles of 1024 0.5
+_BLOCK_ROWS = 128
 #: they have no infinity; the values of fp8 are rounded from finite ones
 _UNCHECKED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 Progress = Callable[[int], None]
@@ -51,10 +52,9 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor of the directory; `load` gives it whole, spec.shape, in any floating dtype, or in that of
-    its files where spec.dtype is one of integers or fp8.
-
-    bytes: of memory that `load` takes; 0: as much as the tensor in the dtype of the files.
+    """One tensor of the directory; `load` returns it whole, spec.shape, in any floating dtype, or in the
+    files' dtype if spec.dtype is an integer or fp8. bytes: memory that `load` needs; 0: the size of the
+    tensor in the files' dtype.
     """
 
     spec: WeightSpec
@@ -72,7 +72,7 @@ def write_weights(
 ) -> Manifest:
     """Write config.ini, manifest.json and every tensor in its dtype, split over the ranks.
 
-    more_keys: text behind what describes the model in config.ini.
+    more_keys: text appended to the model's description in config.ini.
 
     Creates the directory. If it holds a conversion of the same config and `source` (a digest of the
     checkpoint), interrupted or complete, finished files whose checksums agree are kept. Raises ConfigError
@@ -150,7 +150,7 @@ class _Writer:
                 raise
 
     def _settle(self, item: TensorToWrite, progress: Progress) -> ManifestTensor:
-        """The tensor's entry: of its finished files, or else of files that are written now."""
+        """Return the tensor's entry, from its finished files, or else from files that are written now."""
         held = self._journal.finished.get(item.spec.name)
         if held is not None and self._is_intact(item.spec, held):
             progress(sum(file.bytes for file in held.files))
@@ -227,7 +227,9 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _shard(tensor: Tensor, spec: WeightSpec, rank: int, ranks: int) -> tuple[list[Tensor], list[int]]:
-    """Views of a rank's slice of each section, and the zeros that follow each along spec.axis."""
+    """Yield views of a rank's slice of each section, and the number of zeros that follow each along
+    spec.axis.
+    """
     if spec.axis is None or ranks == 1:
         return [tensor], [0]
     slices = spec.slices(rank, ranks)
@@ -237,10 +239,10 @@ def _shard(tensor: Tensor, spec: WeightSpec, rank: int, ranks: int) -> tuple[lis
 
 
 def _row_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, copied if it is a large mapped matrix that lies in the file column by column.
+    """Return the tensor, copied if it is a large mapped matrix that is stored column by column.
 
-    Its rows would be read from all over the file, which may not fit the memory: it is read once, in the
-    order of the file.
+    Its rows would be read from all over the file, which may not fit in memory: the copy reads it once, in
+    file order.
     """
     if (
         tensor.ndim != 2
@@ -257,7 +259,7 @@ def _row_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(parts: list[Tensor], padding: list[int], axis: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A shard's rows in their order, a few MiB at a time, contiguous in `dtype`; parts lie along `axis`."""
+    """Yield a shard's rows in order, a few MiB at a time, contiguous in `dtype`; parts lie along `axis`."""
     if axis == 0:
         for part, zeros in zip(parts, padding):
             for start, stop in _row_ranges(part):
@@ -283,13 +285,13 @@ def _row_ranges(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 def _rows(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     part = tensor[start:stop]
-    if part.ndim == 2 and part.stride(0) < part.stride(1):  # read in the order of the memory, then turned
+    if part.ndim == 2 and part.stride(0) < part.stride(1):  # read in memory order, then transposed
         return _cast(part.t().contiguous(), dtype).t().contiguous()
     return _cast(part, dtype).contiguous()
 
 
 class _NotFinite(Exception):
-    """largest: of the values before the cast, or None if they were not finite themselves."""
+    """largest: largest magnitude before the cast, or None if the values were already not finite."""
 
     def __init__(self, largest: float | None):
         self._largest = largest
@@ -311,7 +313,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Both extremes of a contiguous tensor: 15 GB/s, torch.isfinite 0.5 GB/s (bf16, one thread)."""
+    """Check both extremes of a contiguous tensor: 15 GB/s; torch.isfinite 0.5 GB/s (bf16, one thread)."""
     return tensor.numel() == 0 or all(math.isfinite(value.item()) for value in torch.aminmax(tensor))
 
 
@@ -326,7 +328,7 @@ def _write_file(path: Path, chunks: Iterator[Tensor], progress: Progress) -> Man
             sample.update(data)
             length += data.nbytes
             progress(data.nbytes)
-            while data:  # a full disk takes a part before it refuses
+            while data:  # a full disk accepts a part before it refuses
                 data = data[file.write(data) :]
         os.fsync(file.fileno())
     part.rename(path)

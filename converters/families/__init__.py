@@ -33,9 +33,9 @@ class CheckpointFamily:
     model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
-    those of every tensor. takes_head_size: rules also takes the head size, which the tensors of a pruned
-    layer do not tell. ignored: patterns of buffers to leave out. renamed: names of other versions to
-    transformers' of today. head_rules: of tensors whose number depends on the config.
+    those of every tensor. takes_head_size: rules also takes the head size, which cannot be inferred from a
+    pruned layer's tensors. ignored: patterns of buffers to skip. renamed: names in other versions ->
+    transformers' current names. head_rules: rules of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
@@ -53,7 +53,7 @@ class CheckpointFamily:
     takes_head_size: bool = False
 
     def rules_of(self, config: ModelConfig) -> list[Rule]:
-        """The rules of all tensors where every layer has the sizes of `config`."""
+        """Return the rules of all tensors if every layer has the sizes of `config`."""
         sizes = (config.num_heads, config.head_size) if self.takes_head_size else (config.num_heads,)
         return self.rules(*sizes) + (self.head_rules(config) if self.head_rules is not None else [])
 

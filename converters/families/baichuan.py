@@ -1,9 +1,9 @@
 """Baichuan: transformers has no class for it, so its config.json is read as data.
 
-The published repositories have one model_type for four networks. As in the field, a 7B model has rotary
-positions: its architecture is BaiChuanForCausalLM or its hidden size 4096; and a 13B model, of hidden size
-5120, ALiBi. Other sizes have rotary positions if they name max_position_embeddings, which no 13B model does.
-Baichuan 2, with a normalised head, has a vocabulary of 125,696 or a z_loss_weight.
+The published repositories use one model_type for four networks. By common practice, a 7B model (architecture
+BaiChuanForCausalLM or hidden size 4096) has rotary positions, and a 13B model (hidden size 5120) has ALiBi.
+Other sizes have rotary positions if they name max_position_embeddings, which no 13B model does. Baichuan 2,
+with a normalised head, has a vocabulary of 125,696 or a z_loss_weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tridecode.converters.references.baichuan import reference
 from tridecode.converters.rules import Rule, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"
-#: values of the published repositories that are the network's, not a setting's
+#: values in the published repositories that belong to the network rather than to a setting
 _FIXED = {"hidden_act": "silu", "rope_scaling": None}
 _VOCABULARY_2 = 125696
 _HIDDEN_SIZES = 4096, 5120  # 7B, 13B
@@ -111,7 +111,9 @@ def rules(num_heads: int) -> list[Rule]:
 
 
 def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
-    """llama.cpp tells the models by their number of layers: 32 with rotary positions, 40 with ALiBi."""
+    """Return the settings: llama.cpp distinguishes the models by their number of layers, 32 with rotary
+    positions, 40 with ALiBi.
+    """
     held = rms_decoder_settings(header)
     layers, rope = held["num_hidden_layers"], held.pop("rope_parameters")
     if layers not in _GGUF_LAYERS or held["num_key_value_heads"] != held["num_attention_heads"]:

@@ -17,7 +17,10 @@ EMBEDDING = "transformer.wte.weight"
 
 
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
-    """reorder_and_upcast_attn is left out: it is a matter of float16 arithmetic, not of the network."""
+    """Return the ModelConfig.
+
+    reorder_and_upcast_attn is ignored: it concerns float16 arithmetic, not the network.
+    """
     demand(hf, "GPT-2", add_cross_attention=False)
     return ModelConfig(
         family="gpt",

@@ -1,5 +1,6 @@
 """GPT-J: queries, keys and values in matrices of their own, all Linears without biases but the MLP's and the
-head's."""
+head's.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
 
 
 def shared_rules() -> list[Rule]:
-    """Those that CodeGen has, too: all but query_key_value's."""
+    """Return the rules that CodeGen shares: all except query_key_value's."""
     layer, out = "transformer.h.{i}", "model.layers.{i}"
     return [
         Rule(EMBEDDING, "model.wte"),

@@ -24,8 +24,11 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def llama_fields(hf: PreTrainedConfig, title: str, act_key: str = "hidden_act") -> dict[str, Any]:
-    """The fields of ModelConfig of a decoder with grouped heads and a gated MLP, but its rotary positions and
-    biases. title: the family's name, for errors. act_key: of the activation."""
+    """Return the ModelConfig fields, except rotary positions and biases, of a decoder with grouped heads and
+    a gated MLP.
+
+    title: the family's name, for errors. act_key: key of the activation.
+    """
     return {
         **shape(hf),
         "mlp_size": hf.intermediate_size,
@@ -70,7 +73,7 @@ def rules(num_heads: int) -> list[Rule]:
 
 
 def halves_of_heads(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
-    """llama.cpp's rotary embedding has pairs of neighbouring rows in q and k, transformers' halves."""
+    """Reorder rows of q and k: llama.cpp rotates pairs of neighbouring rows, transformers halves."""
     kv_heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
     heads = {".attn_q.": hf.num_attention_heads, ".attn_k.": kv_heads}
     for part, count in heads.items():
@@ -81,7 +84,7 @@ def halves_of_heads(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
 
 
 def gguf_settings(header: GgufHeader) -> dict[str, Any]:
-    """llama.cpp has no setting for biases: their tensors tell."""
+    """Return the settings; llama.cpp has no setting for biases, which are detected from the tensors."""
     return {
         **rms_decoder_settings(header, takes_factors=True),
         "attention_bias": header.in_layers("attn_output.bias"),

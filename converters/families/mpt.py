@@ -1,8 +1,8 @@
 """MPT, as transformers' class and as MosaicML's own.
 
-transformers' MptForCausalLM computes one network whatever most of the settings say: ALiBi with a bias of at
-most 8, no biases, an MLP four times as wide. A checkpoint that names this class is converted so. MosaicML's
-MPTForCausalLM heeds its settings: alibi_bias_max is run, others are refused.
+transformers' MptForCausalLM ignores most settings and computes one network: ALiBi with a bias of at most 8,
+no biases, an MLP four times as wide. A checkpoint that names this class is converted accordingly. MosaicML's
+MPTForCausalLM obeys its settings: alibi_bias_max is supported, others are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tridecode.converters.rules import Rule, module_rules, transpose
 from tridecode.converters.sources import Checkpoint
 
 EMBEDDING = "transformer.wte.weight"
-#: what MosaicML's class computes otherwise than transformers', and the values where they agree
+#: settings for which MosaicML's class differs from transformers', and the values where they agree
 _MOSAIC: dict[str, tuple[Any, ...]] = {
     "no_bias": (True,),
     "logit_scale": (None,),

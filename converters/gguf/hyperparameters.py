@@ -11,7 +11,7 @@ import numpy as np
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 
 _REQUIRED = object()
-#: keys that change the network; the values are those without effect
+#: keys that change the network -> value without an effect
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-#: keys that say again what tensors tell, or describe the file
+#: keys that repeat information of the tensors, or describe the file
 _HARMLESS = {
     *("attention.value_length", "expert_used_count", "pooling_type", "rope.scaling.finetuned"),
     *("tensor_data_layout", "use_parallel_residual", "vocab_size"),
@@ -108,7 +108,7 @@ class GgufHeader:
         return f"blk.0.{name}" in self.shapes
 
     def check(self) -> list[str]:
-        """Sentences about keys that nobody read. UnsupportedError for one that changes the network."""
+        """Return sentences about unread keys. Raises UnsupportedError for one that changes the network."""
         prefix, unread = f"{self.architecture}.", []
         for key in (name.removeprefix(prefix) for name in self.fields if name.startswith(prefix)):
             if key in self._read or key in _HARMLESS:

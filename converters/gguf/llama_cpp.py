@@ -1,7 +1,7 @@
 """llama.cpp's own split of texts by a GGUF file's vocabulary, where the xllamacpp package is installed.
 
-llama.cpp runs in a process of its own, over a copy of the file's tokenizer with a tiny model: what damaged
-metadata does to it ends nothing else, and the weights are not loaded.
+llama.cpp runs in a separate process, on a copy of the file's tokenizer with a tiny model: a crash on damaged
+metadata is contained, and the weights are not loaded.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _cased(ending: str, number: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """splits: regular expressions that cut a text one after another; what lies between matches is kept.
+    """splits: regular expressions that split a text in sequence; text between matches is kept.
 
     ignore_merges: a word of the vocabulary is one token even if no merges lead to it. add_bos: the default
     of tokenizer.ggml.add_bos_token.

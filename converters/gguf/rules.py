@@ -1,8 +1,8 @@
-"""How a GGUF file of one architecture becomes transformers' config and tensors again.
+"""Converts a GGUF file of one architecture back to transformers' config and tensors.
 
-A family's module names its architecture and says in `settings` which keys mean what. Names of tensors come
-from the gguf package's table; `restore` undoes what llama.cpp's converter did to the values.
-Source: llama.cpp b11549, convert_hf_to_gguf.py and src/models.
+A family's module names its architecture and defines the meaning of the keys in `settings`. Names of tensors
+come from the gguf package's table; `restore` undoes what llama.cpp's converter did to the values. Source:
+llama.cpp b11549, convert_hf_to_gguf.py and src/models.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def head_size(header: GgufHeader) -> int:
 
 def rms_decoder_settings(header: GgufHeader, takes_factors: bool = False) -> dict[str, Any]:
     """Settings of LLaMA's kin: RMS norms, whole heads rotated, a size of the heads. takes_factors: as in
-    rope_parameters."""
+    rope_parameters.
+    """
     size = head_size(header)
     rotated = header.size("rope.dimension_count", size)
     if rotated != size:
@@ -111,7 +112,8 @@ def partial_rope(header: GgufHeader) -> dict[str, Any]:
 
 def rope_parameters(header: GgufHeader, size: int, takes_factors: bool = False) -> dict[str, Any]:
     """transformers' rope_parameters. size: rotated dimensions. takes_factors: whether llama.cpp's network
-    divides the frequencies by the vector rope_freqs, if there is one."""
+    divides the frequencies by the vector rope_freqs, if there is one.
+    """
     base = {"rope_theta": float(header.number("rope.freq_base", 10000.0))}
     kind = header.text("rope.scaling.type", "linear")
     factor = float(header.number("rope.scaling.factor", header.number("rope.scale_linear", 1.0)) or 1.0)
@@ -163,7 +165,8 @@ def _check_factors(
 
 def _by_frequency(header: GgufHeader, factors: list[float], theta: float) -> dict[str, Any]:
     """llama.cpp divides each frequency by its factor: Llama 3.1's scaling where the factors are its, else
-    longrope with one list of factors for every length, which is the same product."""
+    longrope with one list of factors for every length, which is the same product.
+    """
     largest = max(factors)
     if largest > 1 and all(
         math.isclose(found, wanted, rel_tol=1e-5)

@@ -1,4 +1,4 @@
-"""Tokens that llama.cpp knows by their text, where a file's keys and types do not tell them.
+"""Tokens that llama.cpp recognises by their text if a file's keys and types do not identify them.
 
 Source: llama.cpp b11549, src/llama-vocab.cpp, llama_vocab::impl::load.
 """
@@ -30,7 +30,7 @@ def looks_like_control(token: str) -> bool:
     return token in _ENDS or token in _FILL
 
 
-#: by tokenizer.ggml.model: ids that llama.cpp takes where a file names none
+#: tokenizer.ggml.model -> ids that llama.cpp uses if a file names none
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 
 

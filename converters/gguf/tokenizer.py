@@ -71,7 +71,7 @@ def load_gguf_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedToke
     if isinstance(template, str):
         named["chat_template"] = template
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
-    made.name_or_path = str(path)  # tells the comparison whose tokenizer it is
+    made.name_or_path = str(path)  # tells the comparison which tokenizer this is
     return made
 
 
@@ -178,7 +178,7 @@ def _sentencepiece(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> 
 
 
 def _add_special_tokens(tokenizer: Tokenizer, held: _Vocabulary, name: str) -> None:
-    """Tokens that are taken whole where a text holds them, before it is split."""
+    """Add tokens that are matched as a whole in a text before it is split."""
     is_phi3 = any(part in name.lower() for part in ("phi-3", "phi3"))
     added = []
     for token, kind in zip(held.tokens, held.types):
@@ -199,7 +199,7 @@ def _switch(fields: Mapping[str, Any], key: str, default: bool, path: Path) -> b
 
 
 def _added(fields: Mapping[str, Any], key: str, default: bool, token: str | None, path: Path) -> str | None:
-    """The token that is put before or behind each text; None: nothing is."""
+    """Return the token that is added before or after each text, or None."""
     if not _switch(fields, key, default, path):
         return None
     if token is None:

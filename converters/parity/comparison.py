@@ -54,7 +54,7 @@ from tridecode.converters.tokenizers.files import PROBES, load_tokenizer
 MAX_PROMPT_TOKENS = 64
 #: prompts of random ids: one token, a few, about a cache block, the longest
 _RANDOM_LENGTHS = (1, 5, 33, MAX_PROMPT_TOKENS)
-#: largest logit error that rounding explains, as a share of the largest logit; the coarser dtype decides
+#: largest logit error that rounding explains, relative to the largest logit; the coarser dtype applies
 _BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 #: bound for models that amplify rounding more: a multiple of the difference between transformers' own runs in
 #: two precisions
@@ -63,7 +63,8 @@ _OWN_DIFFERENCES = 4
 
 def fixed_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[tuple[str, list[int]]]:
     """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model. Without
-    a tokenizer: twice as many of the latter. config.vocab_size: of the ids."""
+    a tokenizer: twice as many of the latter. config.vocab_size: of the ids.
+    """
     longest = min(MAX_PROMPT_TOKENS, config.max_positions - NEW_TOKENS)
     prompts = []
     for text in PROBES:
@@ -90,10 +91,10 @@ def check_parity(
 ) -> Parity:
     """Run both models on fixed_prompts, compare the tokenizer, the head's tying and the weight files.
 
-    `passed` tells whether every difference of logits is one of rounding, and whether there is no other.
+    `passed`: rounding explains every difference of logits, and nothing else differs.
     tokenizer_file: a door's; None: the repository has none. source_tokenizer: transformers', to compare with;
-    None: that of the checkpoint. quantized: the conversion of a quantised directory, and what it must reach
-    in place of equal logits. text: also compare on it; needs a tokenizer (ConfigError).
+    None: that of the checkpoint. quantized: the conversion of a quantised directory, and the quality that it
+    must reach instead of equal logits. text: also compare on it; needs a tokenizer (ConfigError).
     """
     shards = check_shards(WeightReader(weights, read_model_config(weights)))
     tokenizer, compared_tokenizer = None, TokenizerParity()
@@ -103,7 +104,7 @@ def check_parity(
         compared_tokenizer = compare_tokenizers(
             tokenizer_file.parent, tokenizer, source_tokenizer, checkpoint
         )
-    # a directory may have padding rows that its checkpoint lacks, and the reverse
+    # a directory may have padding rows that its checkpoint lacks, and vice versa
     shared = replace(config, vocab_size=shared_vocabulary(checkpoint, config))
     described = fixed_prompts(tokenizer, shared)
     prompts = [ids for _, ids in described]
@@ -189,7 +190,7 @@ def _reference_facts(
 def without_reference(
     why: str, source: str, weights: Path, config: ModelConfig, tokenizer_file: Path | None
 ) -> dict[str, Any]:
-    """PARITY.json of a model that there is nothing independent to compare with: passed is null."""
+    """Return PARITY.json for a model without an independent reference: passed is null."""
     return {
         "passed": None,
         "source": source,
@@ -211,7 +212,8 @@ def _other_dtype(
     checkpoint: Checkpoint, engine_dtype: str, reference: torch.dtype, device: torch.device
 ) -> torch.dtype | None:
     """The precision of transformers' second run: the engine's, or float64 if that is the reference's own.
-    None if memory is short."""
+    None if memory is short.
+    """
     if TORCH_DTYPES[engine_dtype] != reference:
         return TORCH_DTYPES[engine_dtype]
     return torch.float64 if fits(checkpoint, torch.float64, device) else None

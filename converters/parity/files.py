@@ -1,4 +1,4 @@
-"""What PARITY.json says of the files themselves: the tokenizer, the head's tying, and every shard's bytes."""
+"""Compares the files themselves for PARITY.json: the tokenizer, the head's tying, and every shard's bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tridecode.converters.gguf.llama_cpp import llama_cpp_ids
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizers.files import PROBES
 
-#: what transformers' clean_up_tokenization_spaces changes
+#: texts that transformers' clean_up_tokenization_spaces changes
 _BLANKS = "Well , it 's here ! Is n't it ? I 'm sure we 've seen ' them ' , they 're late ."
 _MAX_DAMAGED = 20  # names in PARITY.json
 
@@ -30,9 +30,9 @@ class TokenizerParity:
     """file: "tokenizer.json", or "none" for a repository without a tokenizer, which has token doors only.
 
     agreement: share of PROBES that it splits, and joins again, as transformers' tokenizer of the source does.
-    round_trip: share that it decodes to what was encoded. Both are None without a tokenizer. A tokenizer that
-    normalises text does not give it back, in transformers neither: only agreement must be 1. reference: what
-    says how the probes are split; "own reader": of a GGUF file, and nothing independent was there to ask.
+    round_trip: share that it decodes to what was encoded. Both are None without a tokenizer. A normalising
+    tokenizer does not reproduce the text, neither does transformers': only agreement must be 1. reference:
+    the reference for splitting the probes; "own reader": a GGUF file without an independent reference.
     """
 
     file: str = "none"
@@ -75,7 +75,8 @@ def compare_tokenizers(
 
 @dataclass(frozen=True)
 class LmHead:
-    """Tying of the LM head to the word embedding: "tied", "untied", or "unknown" if the source does not tell.
+    """Tying of the LM head to the word embedding: "tied", "untied", or "unknown" if the source does not show
+    it.
 
     source: in the reference model. stored: in the directory that the converter wrote. served: as the engine
     reads it from there.
@@ -111,7 +112,10 @@ def lm_head(source_tied: bool | None, stored_tied: bool, weights: Path) -> LmHea
 
 @dataclass(frozen=True)
 class Shards:
-    """The weight files. damaged: a sentence for each that differs from manifest.json, at most 20."""
+    """Result for the weight files.
+
+    damaged: a sentence for each that differs from manifest.json, at most 20.
+    """
 
     files: int
     bytes: int
@@ -123,7 +127,7 @@ class Shards:
 
 
 def check_shards(reader: WeightReader) -> Shards:
-    """Read every weight file and compare it with manifest.json; without one there is nothing to compare."""
+    """Read every weight file and compare it with manifest.json, if there is one."""
     sizes = [reader.file_bytes(spec) for spec in reader.specs.values() for _ in reader.files(spec)]
     damaged: list[str] = []
     if reader.manifest is not None:

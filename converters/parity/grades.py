@@ -11,7 +11,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Floor:
     """Limits of the divergence from the source. mean_kl: at most, in nats. agreement: at least, the share of
-    steps with the source's token."""
+    steps with the source's token.
+    """
 
     mean_kl: float = 0.5
     agreement: float = 0.5
@@ -43,12 +44,12 @@ def grade(mean_kl: float, agreement: float) -> str:
 
 
 def lower(first: str, second: str) -> str:
-    """The worse of two grades; "" counts as none."""
+    """Return the worse of two grades; "" counts as none."""
     return max(first, second, key=("", GOOD, FAIR, POOR).index)
 
 
 def limits_of(name: str) -> str:
-    """The limits that a grade has reached, in words; for POOR, those that it has missed."""
+    """Describe the limits that a grade has met; for POOR, those that it has missed."""
     limit = LIMITS.get(name, LIMITS[FAIR])
     words = f"a mean KL of at most {limit.mean_kl:g} nats and {limit.agreement:.0%} equal tokens"
     return f"{FAIR} needs {words}" if name == POOR else words
@@ -56,7 +57,8 @@ def limits_of(name: str) -> str:
 
 def advice(weights: str, activations: str, method: str = "") -> str:
     """Suggest methods for a model graded POOR. weights, activations: fields of its Quantization. method: the
-    --quantize value that made it, "" if unknown."""
+    --quantize value that made it, "" if unknown.
+    """
     values = _BETTER.get((weights, bool(activations)), ())
     values = values[values.index(method) + 1 :] if method in values else values
     options = [f"--quantize {' or '.join(values)}"] if values else []

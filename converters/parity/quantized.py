@@ -24,13 +24,14 @@ from tridecode.converters.quantize.products import directory_errors
 class QuantizationParity:
     """A quantised directory against its source in the source's precision.
 
-    steps: predictions that were compared, of greedy decoding after the fixed prompts: those after the same
-    tokens, up to the first that differs. mean_kl, largest_kl: of the source's distribution from ours, in
-    nats. agreement: share of these steps with the same token. grade: of both (converters/parity/grades.py).
-    weight_errors: of each matrix, the Frobenius norm of its error divided by its own; {} where the values are
-    not the nearest to the source's. product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the inputs
-    x that the network has, with the rounding q of activations where the format has one. product_errors_on:
-    what the inputs are made of, or why there are none.
+    steps: compared predictions of greedy decoding after the fixed prompts, up to and including the first that
+    differs. mean_kl, largest_kl: divergence of the source's distribution from ours, in nats. agreement: share
+    of these steps with the same token. grade: of both (converters/parity/grades.py). weight_errors: of each
+    matrix, the Frobenius norm of its error divided by its own; {} where the values are not the nearest to the
+    source's. product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the network's inputs x, with the
+        quantisation q of activations if the format has one. product_errors_on: the source of the inputs, or
+    why
+        there are none.
     """
 
     weights: str
@@ -107,7 +108,7 @@ class ProductsOf:
         self.on = ""
 
     def measure(self, model: Module) -> None:
-        """model: the source, on the CPU; not read where calibration has measured already."""
+        """model: the source, on the CPU; unused if calibration has already measured."""
         planned, found = self._planned, self._planned.product_errors
         self.on = "calibration texts"
         if found is None:
@@ -115,7 +116,7 @@ class ProductsOf:
             try:
                 device = choose_device(EngineConfig())
                 found = directory_errors(model, planned, self._directory, self._prompts, device)
-            except UnsupportedError as error:  # the result is compared as a whole all the same
+            except UnsupportedError as error:  # the result is still compared as a whole
                 found, self.on = {}, f"not measured: {error}"
         self.errors = {name: float(f"{error:.3g}") for name, error in found.items()}
 

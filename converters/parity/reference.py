@@ -40,7 +40,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def too_large(config: ModelConfig) -> str:
-    """Why the comparison would not fit the memory of this machine; "" if it does. For a sentence.
+    """Return why the comparison does not fit in this machine's memory, as a clause; "" if it does.
 
     The reference is loaded on the CPU in the dtype of the files, or wider; after it the engine on its device,
     on a CPU in fp32.
@@ -82,7 +82,8 @@ def reference_greedy(
     measure: Callable[[Module], None] | None = None,
     read: Callable[[Module, torch.device], None] | None = None,
 ) -> tuple[Greedy, bool | None]:
-    """transformers' tokens and logits, both of the first config.vocab_size ids, and whether its head is tied.
+    """Return transformers' tokens and logits, both over the first config.vocab_size ids, and whether its head
+    is tied.
 
     measure: called with the model on the CPU. read: called with the model on `device`, in `dtype`.
     """
@@ -108,13 +109,14 @@ def _greedy(
     model: Module, prompt: list[int], device: torch.device, vocab_size: int
 ) -> tuple[list[int], np.ndarray]:
     """NEW_TOKENS greedy tokens below vocab_size, past any end id, and their logits (NEW_TOKENS, vocab_size)
-    float32."""
+    float32.
+    """
     tokens, rows, cache = [], [], None
     name = _cache_argument(model)
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
         output = model(ids, use_cache=True, **{name: cache})
-        cache = getattr(output, name)  # None: a reference model of ours computes all tokens again
+        cache = getattr(output, name)  # None: our own reference models recompute all tokens
         rows.append(output.logits[0, -1, :vocab_size].float().cpu().numpy())
         tokens.append(int(rows[-1].argmax()))
         newest = torch.tensor([tokens[-1:]], device=device)
@@ -124,7 +126,8 @@ def _greedy(
 
 def _cache_argument(model: Module) -> str:
     """The name of the KV cache in calls and outputs: `cache` from transformers 5.24 on, which warns of the
-    older name."""
+    older name.
+    """
     forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
     known = any("cache" in inspect.signature(forward).parameters for forward in forwards)
     return "cache" if known else "past_key_values"

@@ -1,4 +1,4 @@
-"""PARITY.json: how a converted model compares with its reference, and whether it passes."""
+"""PARITY.json: the comparison of a converted model with its reference, and whether it passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tridecode.converters.parity.text import TextParity
 class PromptParity:
     """One prompt. steps: number of steps compared, up to and including the first with different tokens.
 
-    margin: between transformers' two best logits at that last step, or the smallest if no token differs.
+    margin: between transformers' two best logits at that last step, or the smallest margin if no token
+    differs.
     """
 
     prompt: str
@@ -134,7 +135,7 @@ def compare_prompt(
     theirs: list[int],
     their_logits: np.ndarray,
 ) -> PromptParity:
-    """Compare up to the first token that differs: what follows has another prefix."""
+    """Compare up to the first token that differs: later tokens have another prefix."""
     differing = next((step for step, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
     steps = len(theirs) if differing is None else differing + 1
     error = float(np.abs(our_logits[:steps] - their_logits[:steps]).max())
@@ -145,9 +146,10 @@ def compare_prompt(
 
 
 def judge(compared: list[PromptParity], bound: float | None, **facts) -> Parity:
-    """Passed: rounding explains the differences of logits and tokens; tokenizer, head and shards are right.
+    """Return the Parity. It passes if rounding explains the differences of logits and tokens, and tokenizer,
+    head and shards are right.
 
-    bound: of the logits' error; None for a quantised directory. facts: the other fields of Parity.
+    bound: limit of the logits' error; None for a quantised directory. facts: the other fields of Parity.
     """
     files = (facts["tokenizer"], facts["lm_head"], facts["shards"])
     quality: QuantizationParity | None = facts.get("quantization")
@@ -174,6 +176,8 @@ def _reaches_floor(quality: QuantizationParity | None, text: TextParity | None) 
 
 
 def explained(compared: list[PromptParity], bound: float) -> bool:
-    """No logit differs by more than `bound`, and no token unless the two best are within 2 bounds."""
+    """Return whether no logit differs by more than `bound`, and no token unless the two best are within 2
+    bounds.
+    """
     within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
     return within and all(item.agrees or item.margin <= 2 * bound for item in compared)

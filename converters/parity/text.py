@@ -24,10 +24,10 @@ from tridecode.backend.engine.offline import read_prompts
 from tridecode.converters.parity.quantized import divergence
 from tridecode.converters.quantize.texts import GivenText, token_sequences
 
-#: tokens of a sequence, and of all together; more are left out
+#: tokens of a sequence, and of all together; more are ignored
 SEQUENCE_TOKENS = 256
 MAX_TOKENS = 4096
-#: of the source's logits; with a large vocabulary fewer tokens are read
+#: bytes of the source's logits; with a large vocabulary fewer tokens are read
 MAX_LOGITS_BYTES = 2 << 30
 _ITEM = 4  # bytes of a logit
 
@@ -92,7 +92,7 @@ class TextComparison:
                 self._file.write(logits[:, : self._vocab_size].float().cpu().contiguous().numpy().data)
 
     def compare(self, weights: Path, engine: EngineConfig) -> TextParity:
-        """The engine reads the texts in `weights`; the file is closed."""
+        """Let the engine of `weights` read the texts, compare, and close the file."""
         self._file.seek(0)
         divergences, equal, losses, errors, largest = [], 0, [0.0, 0.0], [], 0.0
         with self._file:

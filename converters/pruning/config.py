@@ -33,8 +33,9 @@ class Declared:
 
 
 def uniform_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the largest number in the place of each list of sizes, as transformers' classes want
-    it; `raw` itself if it has none."""
+    """Return config.json with each list of sizes replaced by its largest number, as required by transformers'
+    classes; `raw` itself if it has no lists.
+    """
     found = {key: max(raw[key]) for keys in _LIST_KEYS.values() for key in keys if _is_sizes(raw.get(key))}
     return {**raw, **found} if found else raw
 
@@ -49,13 +50,14 @@ def _is_integer(value: Any) -> bool:
 
 def read_declared(path: Path, config: ModelConfig) -> Declared:
     """Read the per-layer settings of the config.json in a checkpoint's directory; empty if `path` has
-    none."""
+    none.
+    """
     where = path / "config.json"
     return declared_sizes(read_json(where), where, config) if where.is_file() else Declared(path)
 
 
 def declared_sizes(raw: dict[str, Any], where: Path, config: ModelConfig) -> Declared:
-    """The lists and pruned heads of config.json. Raises CheckpointError for what is not one."""
+    """Return the lists and pruned heads of config.json. Raises CheckpointError for malformed ones."""
     declared = Declared(where)
     for name, keys in _LIST_KEYS.items():
         for key in (spelling for known in keys for spelling in (known, known + _SUFFIX)):

@@ -47,7 +47,8 @@ def with_layer_sizes(
 
 class _Widths:
     """The sizes of a layer's matrices, from their element counts, which do not depend on the order of
-    rows."""
+    rows.
+    """
 
     def __init__(self, config: ModelConfig, source: CheckpointFamily, shapes: Shapes):
         self._hidden, self._shapes = config.hidden_size, shapes
@@ -59,8 +60,10 @@ class _Widths:
         }
 
     def attention(self, layer: int, name: str) -> int | None:
-        """Return the inputs of attention.dense, or the outputs of attention.query_key_value. None: the
-        tensors do not tell; the conversion reports what is wrong with them."""
+        """Return the inputs of attention.dense, or the outputs of attention.query_key_value.
+
+        None: the tensors do not determine them; the conversion reports the fault.
+        """
         return self._width(f"model.layers.{layer}.attention.{name}.weight")
 
     def mlp(self, layer: int) -> int | None:
@@ -78,7 +81,7 @@ class _Widths:
 
 
 def _measured(layer: int, config: ModelConfig, widths: _Widths, declared: Declared) -> LayerSizes:
-    """The sizes of one layer; those of config where its tensors do not tell, or are larger."""
+    """Return the sizes of one layer; those of config if its tensors do not determine them, or are larger."""
     size = config.head_size
     whole = LayerSizes(config.num_heads, config.num_kv_heads, config.mlp_size)
     queries, qkv, inner = (
@@ -102,7 +105,7 @@ def _measured(layer: int, config: ModelConfig, widths: _Widths, declared: Declar
 
 
 def _compare(layer: int, found: dict[str, int], declared: Declared) -> None:
-    """CheckpointError where config.json says another size than the tensors have."""
+    """Raise CheckpointError if config.json states another size than the tensors have."""
     for name, (key, sizes) in declared.sizes.items():
         if sizes[layer] != found[name]:
             wanted = f"{sizes[layer]}, {key} of layer {layer} in {declared.where}"
@@ -112,7 +115,9 @@ def _compare(layer: int, found: dict[str, int], declared: Declared) -> None:
 
 
 def _kept(layer: int, heads: int, config: ModelConfig, declared: Declared) -> tuple[int, ...]:
-    """The numbers of the heads that a layer has kept; () if it has all, or config.json does not tell."""
+    """Return the indices of the heads that a layer has kept; () if it has all, or config.json does not list
+    them.
+    """
     lost = set(declared.pruned_heads.get(layer, ()))
     if not lost:
         return ()

@@ -1,4 +1,4 @@
-"""How many weights of a matrix are zero, and whether they are 2:4 sparse, counted while it is written."""
+"""Counts the zero weights of a matrix, and checks 2:4 sparsity, while it is written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tridecode.backend.weights.manifest import Manifest
 
-_GROUP = 4  # 2:4 sparsity: at most two of every four consecutive inputs of an output are not zero
-_CHUNK = 1 << 18  # weights that are counted together: they stay in the cache
+_GROUP = 4  # 2:4 sparsity: at most two of every four consecutive inputs of an output are nonzero
+_CHUNK = 1 << 18  # weights that are counted together, few enough to stay in the cache
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

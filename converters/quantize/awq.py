@@ -1,4 +1,4 @@
-"""AWQ: inputs with large activations get finer steps, by a scale per input that the tensor before takes back.
+"""AWQ: inputs with large activations get finer steps, by a scale per input that the preceding tensor undoes.
 
 Lin et al. 2023, https://arxiv.org/abs/2306.00978, section 3.
 """
@@ -16,7 +16,8 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def awq_scales(weights: Sequence[Tensor], hessian: Tensor, mean_abs: Tensor, grid: Grid) -> Tensor:
-    """(in,) the scale of each input: its weights are multiplied, what makes the input is divided by it.
+    """Return (in,), the scale of each input: its weights are multiplied by it, the tensors that produce the
+    input are divided by it.
 
     weights: matrices (out, in) over one input. mean_abs: (in,) the mean of |x|. The scale is mean_abs **
     alpha, divided by the geometric mean of its smallest and largest; alpha is the one of a grid from 0,
@@ -34,5 +35,5 @@ def awq_scales(weights: Sequence[Tensor], hessian: Tensor, mean_abs: Tensor, gri
 
 
 def clipped(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
-    """weight (out, in) rounded to nearest, each group on the grid of search.best_ranges."""
+    """Round weight (out, in) to nearest, each group on the grid of search.best_ranges."""
     return grid.rounded(weight, best_ranges(weight, hessian, grid))

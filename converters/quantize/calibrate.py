@@ -1,12 +1,12 @@
 """Quantises the layers' matrices of a checkpoint with statistics of texts, layer by layer.
 
-Each layer runs over the texts twice: as it is, for the statistics of its inputs, and quantised, for the
-inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, and of one layer
-the statistics, the matrices and the quantised ones. What is finished lies in files (store.TensorStore).
+Each layer runs over the texts twice: unquantised, for the statistics of its inputs, and quantised, for the
+inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, and one layer's
+statistics, matrices and quantised matrices. Finished tensors are stored in files (store.TensorStore).
 
-A method that tunes runs it twice more: over the hidden states of the exact model, which are held too, and
-rounded, for the error before tuning. Then all layers are tuned together (together.py), with the whole model
-on the device.
+A tuning method runs each layer twice more: over the hidden states of the exact model, which are also held,
+and rounded, for the error before tuning. Then all layers are tuned together (together.py), with the whole
+model on the device.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from tridecode.converters.quantize.tune import norms_of, output_error, tune
 from tridecode.converters.tokenizers.files import load_tokenizer
 from tridecode.kernels.formats.quantized import QuantizedWeight
 
-_TUNING_SHARE = 0.9  # of a layer's time, for the progress
-_TOGETHER_SHARE = 0.3  # of all the time
+_TUNING_SHARE = 0.9  # shares of a layer's time, for the progress
+_TOGETHER_SHARE = 0.3  # share of the total time
 _CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
 
 
@@ -61,15 +61,15 @@ def calibrate(
     folder: Path | None = None,
 ) -> Calibrated:
     """Quantise a checkpoint that plan_conversion accepted. texts: None: a built-in one, and a note that
-    says so. tokenizer: None: the checkpoint's. folder: for the files of what is finished, as large as the
-    quantised directory; None: the system's for temporary files.
+    says so. tokenizer: None: the checkpoint's. folder: for finished tensors, as large as the quantised
+    directory; None: the system's folder for temporary files.
 
     Raises UnsupportedError for pruned layers and for a weight directory, CheckpointError for inputs or
     weights that are not finite, or a layer that cannot be tuned, ConfigError for texts beyond the limits.
     """
     checkpoint, config = planned.checkpoint, planned.config
     if checkpoint.plan is not None:
-        wanted = "calibration wants the checkpoint it was made from"
+        wanted = "calibration needs the checkpoint it was made from"
         raise UnsupportedError(f"{checkpoint.path} is a weight directory; {wanted}")
     if config.layer_sizes:
         raise UnsupportedError(f"{checkpoint.path} is pruned; calibration wants layers of equal sizes")
@@ -102,10 +102,11 @@ def calibrate_model(
     device: torch.device | None = None,
     folder: Path | None = None,
 ) -> Calibrated:
-    """As `calibrate`, of a model in memory, whose layers are quantised in place. sequences: token ids.
+    """Calibrate a model in memory, whose layers are quantised in place; see `calibrate`. sequences: token
+    ids.
 
-    Arithmetic is in float32, or float64 for a model in float64. device: that layers run on; None: a CUDA
-    device if there is one.
+    Arithmetic is in float32, or float64 for a model in float64. device: runs the layers; None: a CUDA device
+    if there is one.
     """
     config = planned.config
     specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
@@ -114,7 +115,7 @@ def calibrate_model(
     together = (
         FirstStates(run, folder) if method.tuning is not None and method.tuning.together_steps else None
     )
-    rest = 0  # bytes to tell while layers are tuned together
+    rest = 0  # bytes to report while layers are tuned together
     itemsize = TORCH_DTYPES[config.weight_dtype].itemsize
     exact = list(run.states) if method.tuning is not None else None
     for index, layer in enumerate(layers):
@@ -125,7 +126,7 @@ def calibrate_model(
             if exact is not None:
                 exact = [output.cpu() for output in run.run(layer, index, exact)]
             inputs = shared_inputs(config, specs, index)
-            # no name keeps the statistics while those of the next layer are collected
+            # no variable keeps the statistics while those of the next layer are collected
             quantized = quantize_layer(
                 method, tensors, inputs, _statistics(run, layer, index, inputs, tensors)
             )
@@ -141,8 +142,8 @@ def calibrate_model(
     worse = [str(index) for index, (before, after) in enumerate(result.output_errors) if not after < before]
     if worse:
         result.notes.append(
-            f"tuning made the error of the output no smaller in layers {', '.join(worse)}: they stay as they "
-            "were rounded"
+            f"tuning made the error of the output no smaller in layers {', '.join(worse)}: they keep their "
+            f"rounded values"
         )
     if together is not None and exact is not None:
         done = _Share(progress, rest)
@@ -189,8 +190,10 @@ def _tune_layer(
     done: _Share,
     together: FirstStates | None,
 ) -> ProductErrors:
-    """Tune a rounded layer and run it; where that does not make its output's error smaller, leave it as it
-    was. exact: its exact outputs. Returns the errors of its products."""
+    """Tune a rounded layer and run it; undo the tuning if its output's error does not decrease.
+
+    exact: its exact outputs. Returns the errors of its GEMMs.
+    """
     method, tensors = result.method, quantized.tensors
     assert method.tuning is not None
     before = _output_error(run.run(layer, index), exact)
@@ -231,8 +234,10 @@ def _tune_together(
     first: FirstStates,
     done: _Share,
 ) -> None:
-    """Tune all layers, unless memory is short; where that does not make the divergence smaller, leave them as
-    they were. exact: the last layer's outputs."""
+    """Tune all layers, unless memory is short; undo the tuning if the divergence does not decrease.
+
+    exact: the last layer's outputs.
+    """
     method, config = result.method, result.planned.config
     assert method.tuning is not None
     longest = max(map(len, result.sequences))
@@ -248,7 +253,7 @@ def _tune_together(
     free = free_memory(run.device)
     if wanted > free:
         found = f"{wanted / 2**30:,.1f} GiB of {run.device.type} memory, and {free / 2**30:,.1f} are free"
-        result.notes.append(f"the layers were tuned one by one only: together they want {found}")
+        result.notes.append(f"the layers were only tuned one by one: tuning them together needs {found}")
         return
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     model.to(run.device, run.dtype)
@@ -276,7 +281,7 @@ def _tune_together(
 def _measured_run(
     run: LayerRun, layer: Module, index: int, quantized: QuantizedLayer
 ) -> tuple[ProductErrors, list[Tensor]]:
-    """The errors of the layer's products and its outputs; the states of the run stay."""
+    """Return the errors of the layer's GEMMs and its outputs, without advancing the run."""
     errors = quantized.errors()
     with errors.watching():
         outputs = [output.cpu() for output in run.run(layer, index)]
@@ -293,7 +298,7 @@ def _output_error(outputs: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 
 def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> list[str]:
-    """A warning, if there are too few for the method."""
+    """Return a warning if there are too few tokens for the method."""
     covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
     inputs = max((spec.shape[0] for spec in covered), default=0)
     wanted = method.tokens_per_input * inputs
@@ -304,7 +309,7 @@ def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> 
 
 
 def long_time(planned: PlannedConversion, method: Method) -> list[str]:
-    """A warning, where the method trains on a CPU."""
+    """Return a warning if the method trains on a CPU."""
     tuning, config = method.tuning, planned.config
     if tuning is None or choose_device(EngineConfig()).type != "cpu":
         return []
@@ -313,7 +318,7 @@ def long_time(planned: PlannedConversion, method: Method) -> list[str]:
     longest = min(SEQUENCE_TOKENS, config.max_positions)
     steps = tuning.steps + tuning.together_steps
     tokens = steps * tuning.sequences(longest) * longest
-    operations = 6 * weights * tokens  # of the outputs, and of the gradients of inputs and weights
+    operations = 6 * weights * tokens  # GEMMs of the outputs, and of the gradients of inputs and weights
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     return [
         f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps and all "

@@ -21,8 +21,8 @@ class Calibrated:
     changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
     tensors with folded scales, float32. errors: of each quantised matrix, those of its products over the
     calibration set (products.ProductErrors), whose token ids are `sequences`. output_errors: of each tuned
-    layer, the mean of tune.output_error before and after. divergences: from the exact model, the mean over
-    some of the texts before and after the layers were tuned together; None: they were not.
+    layer, the mean of tune.output_error before and after. divergences: mean divergence from the exact model,
+    over some of the texts, before and after the layers were tuned together; None: they were not.
     """
 
     planned: PlannedConversion
@@ -50,11 +50,12 @@ class Calibrated:
         )
 
     def replaced(self, name: str, dense: Callable[[], Tensor]) -> Tensor | QuantizedWeight:
-        """A tensor of the directory; dense: makes what the checkpoint has."""
+        """Return a tensor of the directory; dense: makes the checkpoint's tensor."""
         return self.changed[name] if name in self.changed else dense()
 
     def _digest(self) -> str:
         """Digest of the method, the texts, and the values that distinguish one run's folding and grids from
-        another's."""
+        another's.
+        """
         texts = f"{self.method.name} {self.sequences} {self.changed.digest()}"
         return hashlib.sha256(texts.encode()).hexdigest()

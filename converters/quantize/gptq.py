@@ -1,4 +1,4 @@
-"""GPTQ: each input's weights are rounded in turn, and the inputs that follow make up for the error.
+"""GPTQ: each input's weights are rounded in turn, and later inputs compensate for the error.
 
 Frantar et al. 2022, https://arxiv.org/abs/2210.17323, algorithm 1.
 """
@@ -12,7 +12,7 @@ from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.kernels.formats.quantized import QuantizedWeight
 
-_BLOCK = 128  # inputs whose errors are spread over the rest of the matrix in one product
+_BLOCK = 128  # inputs whose errors are propagated to the rest of the matrix in one GEMM
 _MAX_DAMPING = 1.0
 
 
@@ -25,16 +25,15 @@ def gptq(
     damping: float = 0.01,
     shrink: Tensor | float = 1.0,
 ) -> QuantizedWeight:
-    """weight (out, in) rounded so that the error of its product with the calibration inputs is small.
+    """Round weight (out, in) so that the error of its product with the calibration inputs is small.
 
     weight: float32 or float64, the dtype of the arithmetic; the Hessian is inverted in float64.
     hessian: (in, in), the mean of x x^T over the inputs x. An input that was always 0 is rounded to nearest.
-    act_order: inputs with large values are rounded first, while most others are left to make up for it.
-    static_groups: groups are consecutive inputs, with grids of the weights before any is changed. Otherwise a
-        grid is made of the changed weights when its group begins, and with act_order the groups follow that
-        order (`QuantizedWeight.groups`).
-    shrink: of Grid.of, for the grids of static groups.
-    damping: added to the Hessian's diagonal, as a share of its mean; ten times as much while the matrix is
+    act_order: inputs with large values are rounded first, while most others remain to compensate.
+    static_groups: groups are consecutive inputs, with grids computed before any weight is changed. Otherwise
+    a grid is computed from the changed weights when its group begins, and with act_order the groups follow
+    that order (`QuantizedWeight.groups`). shrink: see Grid.of, for the grids of static groups. damping: added
+    to the Hessian's diagonal, as a share of its mean; ten times as much while the matrix is
         singular. Raises CheckpointError if the Hessian is not finite.
     """
     num_inputs, size = weight.shape[1], grid.group_size or weight.shape[1]

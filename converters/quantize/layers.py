@@ -1,8 +1,7 @@
 """Runs the decoder layers of transformers' model one by one over the calibration set.
 
-Each layer gets what the model gives it (masks, positions): all layers are called once with their real
-arguments, but compute nothing, and the arguments are kept. They depend on the number and the length of the
-sequences only.
+Each layer gets the model's own arguments (masks, positions): all layers are called once without computing,
+and their arguments are recorded. They depend only on the number and the length of the sequences.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from torch.nn import Module, ModuleList
 from tridecode.backend.base.errors import UnsupportedError
 
 _HEADS = ("lm_head", "embed_out")
-_TOKENS_TOGETHER = 4096  # of sequences that run in one call: enough for a GPU, and small beside a layer
+# tokens of sequences that run in one call: enough for a GPU, and small compared with a layer
+_TOKENS_TOGETHER = 4096
 
 
 class LayerRun:
-    """The hidden states of the calibration set, (1, T, C) for each sequence, in front of the next layer.
-
-    They are kept on the CPU. Layers run on `device` in `dtype`, over several sequences of one length at a
-    time.
+    """The hidden states of the calibration set before the next layer, (1, T, C) for each sequence, stored on
+    the CPU. Layers run on `device` in `dtype`, over several sequences of one length at a time.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class LayerRun:
 
     @contextmanager
     def placed(self, layer: Module) -> Iterator[None]:
-        """The layer on the device in the run's dtype while the block runs, then where and as it was."""
+        """Move the layer to the device, in the run's dtype, while the block runs; restore it afterwards."""
         held = next(layer.parameters())
         device, dtype = held.device, held.dtype
         layer.to(self.device, self.dtype)
@@ -66,8 +64,10 @@ class LayerRun:
     def call(
         self, layer: Module, index: int, states: Tensor, parameters: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """The layer's output for states (n, T, C), on the device. parameters: in place of the layer's, by its
-        names."""
+        """The layer's output for states (n, T, C), on the device.
+
+        parameters: replace the layer's, by its names.
+        """
         args, kwargs = self._arguments_of(index, *states.shape[:2])
         if parameters is None:
             output = layer(states, *args, **kwargs)
@@ -122,7 +122,7 @@ class _Recorder:
 
     @contextmanager
     def in_place_of(self, model: Module, layers: Sequence[Module]) -> Iterator[None]:
-        """Layers record, and the head computes nothing, while the block runs."""
+        """Make layers record, and the head compute nothing, while the block runs."""
         with ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(_forward(layer, partial(self._call, layer.forward)))
@@ -167,7 +167,7 @@ def find_layers(model: Module, num_layers: int, names: Sequence[str]) -> list[Mo
 
 
 def _of_one_length(states: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one length, up to _TOKENS_TOGETHER tokens of them."""
+    """Group neighbours of equal length, up to _TOKENS_TOGETHER tokens."""
     together: list[Tensor] = []
     for state in states:
         length = state.shape[1]

@@ -1,4 +1,4 @@
-"""The methods by name: which scales they fold, and how they round a matrix."""
+"""The methods by name: the scales that they fold, and their rounding of a matrix."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ Round = Callable[[str, Tensor, InputStatistics, Grid], QuantizedWeight]
 
 @dataclass(frozen=True)
 class Method:
-    """scales: per input, folded where a tensor can take them back; None: nothing is folded.
-
-    activations: of QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a
-    matrix the result can be worse than rounding to nearest. tuning: of each layer after rounding; None: none.
+    """scales: per input, folded where a preceding tensor can undo them; None: nothing is folded. activations:
+    as in QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a matrix the
+    result can be worse than rounding to nearest. tuning: of each layer after rounding; None: none.
     most_tokens: of the calibration texts that it uses.
     """
 
@@ -65,7 +64,7 @@ class Method:
 
 #: SmolLM2-135M, 1,536 inputs: 860 tokens gained a fifth of the divergence, 500 lost 5 % on unlike texts
 _GPTQ_TOKENS = 4
-#: levels that follow from a layer's output fit the texts closely: more of them than GPTQ gains from
+#: levels trained on a layer's output overfit the texts: tuning needs more tokens than GPTQ benefits from
 _TUNED_TOKENS = 512 * 1024
 #: name -> grid, and format of activations
 _GPTQ = {
@@ -79,7 +78,8 @@ _GPTQ = {
 
 def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Method:
     """group_size: of the int4 methods. tuning: of the methods that tune. ConfigError for an unknown name or
-    size."""
+    size.
+    """
     if group_size < 1:
         raise ConfigError(f"the group size is {group_size}; wanted 1 or more")
     groups, per_output = Grid("int4", group_size), Grid("int8", 0, symmetric=True)
@@ -120,7 +120,9 @@ def _awq_scales(weights: Sequence[Tensor], statistics: InputStatistics, grid: Gr
 
 
 def _clipped(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
-    """Queries and keys are not clipped, as in AWQ: the loss does not see that they are multiplied."""
+    """Clip, except queries and keys, as in AWQ: the loss ignores that these are multiplied with each
+    other.
+    """
     if ".query_key_value." in name:
         return grid.rounded(weight)
     return clipped(weight, statistics.hessian, grid)

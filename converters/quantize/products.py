@@ -1,4 +1,4 @@
-"""The error that each quantised product adds, on the inputs that a model has for given token ids."""
+"""Measures the error that each quantised GEMM adds, on a model's inputs for given token ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class ProductErrors:
         self._most = most
 
     def expect(self, module: Module, name: str, exact: Tensor, stored: QuantizedWeight) -> None:
-        """module: that gets x. name: of the matrix. exact: (out, in), in the dtype of x."""
+        """module: the module that receives x. name: the matrix's name. exact: (out, in), in the dtype of
+        x.
+        """
         expanded = stored.expanded().to(exact)
         self._products.setdefault(module, {})[name] = _Product(
             exact, expanded, stored.activations, stored.activation_group
@@ -84,7 +86,8 @@ class ProductErrors:
 
     def relative(self) -> dict[str, float]:
         """Return the relative error of the products by matrix name. Raises CheckpointError for products that
-        are not finite."""
+        are not finite.
+        """
         found = {}
         for products in self._products.values():
             for name, product in products.items():
@@ -128,7 +131,7 @@ def directory_errors(
     """The errors of all matrices of a quantised directory whose conversion folds nothing, on the inputs that
     the source has.
 
-    model: the source on the CPU, which is left as it was. Layers run on `device`, one at a time. Raises
+    model: the source on the CPU, which is not changed. Layers run on `device`, one at a time. Raises
     UnsupportedError as layer_run does.
     """
     quantization = planned.config.quantization

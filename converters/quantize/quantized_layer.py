@@ -24,7 +24,7 @@ class QuantizedLayer:
         self.tensors = tensors
         self.matrices: dict[str, Rounded] = {}
         self.dense: set[str] = set()  # names of tensors that are not quantised
-        self._modules: dict[str, Module] = {}  # which get the matrices' inputs
+        self._modules: dict[str, Module] = {}  # modules that receive the matrices' inputs
 
     def round(self, name: str, module: Module, exact: Tensor, stored: QuantizedWeight) -> None:
         """exact: (out, in)."""
@@ -32,7 +32,7 @@ class QuantizedLayer:
         self.tensors.write(name, stored.expanded().to(exact.dtype).t())
 
     def replace(self, tuned: Mapping[str, QuantizedWeight | Tensor]) -> None:
-        """Other levels and scales of matrices, and other dense tensors."""
+        """Replace levels and scales of matrices, and dense tensors."""
         for name, value in tuned.items():
             if isinstance(value, QuantizedWeight):
                 self.round(name, self._modules[name], self.matrices[name].exact, value)
@@ -41,7 +41,7 @@ class QuantizedLayer:
                 self.dense.add(name)
 
     def module(self, name: str) -> Module:
-        """That gets the matrix's input."""
+        """Return the module that receives the matrix's input."""
         return self._modules[name]
 
     def errors(self) -> ProductErrors:
@@ -83,7 +83,9 @@ def quantize_layer(
 
 
 def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
-    """Multiply the weights of each input by its scale (in,), and divide what makes the input."""
+    """Multiply the weights of each input by its scale (in,), and divide the tensors that produce the
+    input.
+    """
     for name in shared.matrices:
         tensors.write(name, tensors.read(name) * scales[:, None])
     for name in shared.makers:

@@ -1,6 +1,6 @@
 """Integer and FP8 grids of a group of weights, and rounding to the nearest level of the grid.
 
-A grid has a scale and a zero: a stored level q stands for (q - zero) * scale. Arithmetic is in the dtype
+A grid has a scale and a zero: a stored level q represents (q - zero) * scale. Arithmetic is in the dtype
 of the weights, float32 or float64; scales are rounded to float32, which is stored, before they are used.
 """
 
@@ -22,9 +22,9 @@ class Grid:
     """A kind of grid.
 
     format: "int8", "int4" or "fp8". group_size: consecutive inputs that share a scale; 0: all inputs.
-    symmetric: the zero is fixed (0; 8 for int4). Only int4 has another: then 0 to 15 covers the smallest
-    to the largest weight of the group, and 0. block_rows: consecutive outputs that share the scales; above 1
-    fp8 only, with groups of as many inputs.
+    symmetric: the zero is fixed (0; 8 for int4). Only int4 can be asymmetric: then 0 to 15 covers the group's
+    range of weights, widened to include 0. block_rows: consecutive outputs that share the scales; above 1 fp8
+    only, with groups of as many inputs.
     """
 
     format: str = "int4"
@@ -48,11 +48,11 @@ class Grid:
         return self.format == "int4" and not self.symmetric
 
     def of(self, weights: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """(scales, zeros) (..., 1) of groups of weights (..., n), in their dtype. With block_rows the first
-        axis is the outputs, from the first of a block on.
+        """Return (scales, zeros) (..., 1) for groups of weights (..., n), in their dtype.
 
-        shrink: the grid's range as a share of the weights' range; what lies outside is clipped.
-        Half a step, or 0 for int8 and FP8, is the largest error without clipping.
+        With block_rows the first axis is the outputs, starting at the first of a block. shrink: the grid's
+        range relative to the weights' range; values outside are clipped. Half a step, or 0 for int8 and FP8,
+        is the largest error without clipping.
         """
         if self.has_zeros:
             low = weights.amin(-1, keepdim=True).clamp(max=0) * shrink
@@ -66,7 +66,7 @@ class Grid:
         return scales, torch.full_like(scales, 8.0 if self.format == "int4" else 0.0)
 
     def levels(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """The nearest levels, in the dtype of the weights. Halves are rounded to even."""
+        """Return the nearest levels, in the dtype of the weights. Halves are rounded to even."""
         scaled = weights / scales
         if self.format == "fp8":
             return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(weights.dtype)
@@ -102,14 +102,14 @@ class Grid:
         return self.stored(levels, scales.squeeze(-1), zeros.squeeze(-1))
 
     def simulated(self, weight: Tensor) -> Tensor:
-        """(out, in): the matrix that `rounded` stands for, in the dtype of the weights."""
+        """Return (out, in), the matrix that `rounded` represents, in the dtype of the weights."""
         grouped = self.grouped(weight)
         scales, zeros = self.of(grouped)
         return ((self.levels(grouped, scales, zeros) - zeros) * scales).flatten(1)[:, : weight.shape[1]]
 
 
 def _over_blocks(largest: Tensor, rows: int) -> Tensor:
-    """(out, ..., 1): the largest of each block of `rows` outputs, for each of them."""
+    """Return (out, ..., 1): for each output the largest value of its block of `rows` outputs."""
     if rows == 1:
         return largest
     blocks = [block.amax(0, keepdim=True).expand_as(block) for block in largest.split(rows)]

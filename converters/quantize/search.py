@@ -1,4 +1,4 @@
-"""Ranges of groups that lose least, and what searches over a matrix share.
+"""Searches the ranges of groups with the least loss; shared parts of searches over a matrix.
 
 Losses are sums of squares of the products' errors on the calibration inputs: tr(E H E^T) of an error E
 (out, in) of the matrix, and H the mean of x x^T.
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tridecode.converters.quantize.rounding import Grid
 
-STEPS = 20  # of an exponent from 0 to 1, and of a range from 1 to _LEAST_RANGE
+STEPS = 20  # steps of an exponent from 0 to 1, and of a range from 1 to _LEAST_RANGE
 _LEAST_RANGE = 0.5
-_ROWS = 256  # outputs of each matrix that the search for an exponent looks at
+_ROWS = 256  # outputs of each matrix that the search for an exponent uses
 
 
 def spread_rows(weight: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ def loss_of(error: Tensor, hessian: Tensor) -> Tensor:
 
 
 def best_ranges(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
-    """(out, G, 1): of each group of a matrix (out, in) the range with the least loss, as a share of that of
-    its weights, rounded to nearest.
+    """Return (out, G, 1): for each group of a matrix (out, in), the range with the least loss after rounding
+    to nearest, relative to the range of its weights.
 
     Ranges from the whole to half of the weights' range are tried. The loss of a group counts its own inputs
     only, the blocks of the Hessian on the diagonal.

@@ -19,7 +19,8 @@ _LEAST = 1e-5  # of the scales
 
 
 def smoothing_scales(weights: Sequence[Tensor], max_abs: Tensor, alpha: float = ALPHA) -> Tensor:
-    """(in,) the scale of each input: its weights are multiplied, what makes the input is divided by it.
+    """Return (in,), the scale of each input: its weights are multiplied by it, the tensors that produce the
+    input are divided by it.
 
     weights: matrices (out, in) over one input. max_abs: (in,) the largest |x|. The scale is
     max_abs ** alpha / max |w| ** (1 - alpha), the largest over all matrices; 1 where either is 0.
@@ -32,10 +33,11 @@ def smoothing_scales(weights: Sequence[Tensor], max_abs: Tensor, alpha: float = 
 def searched_smoothing_scales(
     weights: Sequence[Tensor], max_abs: Tensor, sample: Tensor, grid: Grid, activations: str
 ) -> Tensor:
-    """smoothing_scales with the alpha of a grid from 0 to 1, or no scales, that has the least error.
+    """Return smoothing_scales with the alpha of a grid from 0 to 1 that has the least error, or no scales if
+    that is better.
 
-    sample: (R, in), inputs. activations: the format that they are rounded to. The error is the sum of squares
-    over all products, with inputs and weights rounded to nearest.
+    sample: (R, in), inputs. activations: the format to which they are quantised. The error is the sum of
+    squares over all products, with inputs and weights rounded to nearest.
     """
     rows = [spread_rows(weight) for weight in weights]
     exact = [sample @ row.t() for row in rows]

@@ -1,4 +1,4 @@
-"""Reads and changes the tensors of transformers' model as those of a weight directory.
+"""Reads and changes the tensors of transformers' model in the layout of a weight directory.
 
 The rules of a family move elements (converters/rules.py), so the derivative of a rule moves them back.
 """
@@ -78,10 +78,8 @@ class SourceTensors:
                 held.copy_(torch.where(own[source], values, held) if source in own else values)
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Map each source to the parameter values from which `read` makes this tensor; 0 in the place of
-        other tensors.
-
-        Differentiable; views of the tensor where the rule has views.
+        """Map each source to the parameter values from which `read` makes this tensor; 0 in place of other
+        tensors. Differentiable; views of the tensor if the rule returns views.
         """
         if tensor.ndim == 1:  # Gemma's norms: 1 + w
             tensor = tensor - self._made(name, [torch.zeros_like(part) for part in self._parts(name)])
@@ -97,7 +95,8 @@ class SourceTensors:
 
     def _owned(self, name: str) -> dict[str, Tensor]:
         """Map each source to a mask of the elements that make the tensor; empty if it does not share its
-        sources with other tensors."""
+        sources with other tensors.
+        """
         ones = torch.ones(self.spec(name).shape, device=self._parts(name)[0].device)
         found = self._moved_back(name, ones)
         whole = sum(part.numel() for part in found.values()) == ones.numel()

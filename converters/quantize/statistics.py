@@ -61,7 +61,8 @@ class _Sums:
         self.count += x.shape[0]
 
     def _sampled(self, sample: Tensor, x: Tensor) -> Tensor:
-        """sample with some of the following inputs x: each input so far has the same chance to be in it.
+        """Update sample with some of the new inputs x, so that each input so far has the same probability of
+        being in it.
 
         A full sample is changed in place.
         """
@@ -110,8 +111,7 @@ class Collector:
                 handle.remove()
 
     def taken(self, name: str) -> InputStatistics:
-        """The statistics of a module, which are freed here.
-
-        CheckpointError if it did not run, or its inputs are not finite.
+        """Return the statistics of a module, and free them here. CheckpointError if it did not run, or its
+        inputs are not finite.
         """
         return self._sums.pop(name).mean(name)

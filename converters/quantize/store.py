@@ -39,7 +39,7 @@ class TensorStore(MutableMapping[str, "Tensor | QuantizedWeight"]):
         path = self._files.setdefault(name, self._folder / f"{len(self._files)}.pt")
         new = path.with_suffix(".new")
         torch.save(_parts(value), new)
-        new.replace(path)  # what was read before is still mapped
+        new.replace(path)  # tensors read before are still mapped
 
     def __getitem__(self, name: str) -> Tensor | QuantizedWeight:
         held = torch.load(self._files[name], mmap=True, weights_only=True)

@@ -1,9 +1,8 @@
-"""Which matrices of a layer share an input, and which tensors can take back a scale per input.
+"""Finds the matrices of a layer that share an input, and the tensors that can undo a scale per input.
 
-The network is unchanged if the weights of an input are multiplied by a scale, and what makes the input is
-divided
-by it: a norm's weight and bias, or columns of a matrix and of its bias. Names and shapes are those of a
-weight directory; matrices are (in, out).
+The network is unchanged if the weights of an input are multiplied by a scale and the tensors that produce the
+input are divided by it: a norm's weight and bias, or columns of a matrix and of its bias. Names and shapes
+are those of a weight directory; matrices are (in, out).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _MLP_NORMS = ("ln_mlp", "pre_feedforward_layernorm", "post_attention_layernorm",
 class SharedInput:
     """Matrices over one input.
 
-    makers: tensors that make the input with columns first to stop - 1 of their last axis; empty: a scale
-    cannot be taken back.
+    makers: tensors that produce the input with columns first to stop - 1 of their last axis; empty: a scale
+    cannot be undone.
     """
 
     matrices: tuple[str, ...]
@@ -50,7 +49,7 @@ def shared_inputs(config: ModelConfig, specs: Sequence[WeightSpec], layer: int) 
     shapes = {spec.name: spec.shape for spec in specs if spec.layer == layer}
     qkv, dense = f"{prefix}.attention.query_key_value", f"{prefix}.attention.dense.weight"
     mlp = [spec for spec in layer_matrices(specs, layer) if spec.name.startswith(f"{prefix}.mlp.")]
-    ups = tuple(spec.name for spec in mlp if spec.axis == 1)  # a gate stands before its values
+    ups = tuple(spec.name for spec in mlp if spec.axis == 1)  # a gate precedes its values
     (down,) = (spec.name for spec in mlp if spec.axis == 0)
 
     before_attention = _first_norm(prefix, _ATTENTION_NORMS, shapes)
@@ -62,12 +61,12 @@ def shared_inputs(config: ModelConfig, specs: Sequence[WeightSpec], layer: int) 
     else:
         shared = [_made_by(before_attention, (f"{qkv}.weight",), shapes), _made_by(before_mlp, ups, shapes)]
 
-    values = sizes.num_heads * sizes.head_size  # inputs of dense: where no group of heads shares them
+    values = sizes.num_heads * sizes.head_size  # inputs of dense, if no group of heads shares them
     if sizes.num_kv_heads == sizes.num_heads and not getattr(config, "qkv_limit", 0):
         shared.append(_made_by(qkv, (dense,), shapes, 2 * values))
     else:
         shared.append(SharedInput((dense,)))
-    gated = len(ups) == 2  # the values behind the gate's activation are multiplied, not activated
+    gated = len(ups) == 2  # the values are multiplied by the activated gate, not activated themselves
     shared.append(
         _made_by(ups[1].removesuffix(".weight"), (down,), shapes) if gated else SharedInput((down,))
     )
@@ -82,6 +81,8 @@ def _first_norm(prefix: str, names: Sequence[str], shapes: Mapping[str, tuple[in
 def _made_by(
     maker: str, matrices: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]], first: int = 0
 ) -> SharedInput:
-    """The input made by `<maker>.weight` and its bias, from column `first` on; maker "": by neither."""
+    """Return the input produced by `<maker>.weight` and its bias, from column `first` on; maker "": by
+    neither.
+    """
     makers = tuple(name for name in (f"{maker}.weight", f"{maker}.bias") if name in shapes)
     return SharedInput(matrices, makers, first, shapes[makers[0]][-1]) if makers else SharedInput(matrices)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # read_texts checks arguments before transformers is imported
 MAX_FILE_BYTES = 256 << 20
 MAX_TEXTS = 100_000
 MAX_TEXT_CHARACTERS = 1 << 20
-#: tokens of a sequence, and of all sequences together: what is beyond is left out
+#: tokens of a sequence, and of all sequences together: more are ignored
 SEQUENCE_TOKENS = 512
 TOTAL_TOKENS = 128 * 1024
 
@@ -34,7 +34,7 @@ class _Line(msgspec.Struct):
 
 
 def read_texts(path: Path) -> list[str]:
-    """The field `text` of each line of a JSONL file; empty lines and empty texts are left out.
+    """Return the field `text` of each line of a JSONL file, without empty lines and texts.
 
     Raises CheckpointError for a file that is missing or too large, ConfigError for one of another form,
     naming the line.
@@ -75,7 +75,7 @@ def read_given_text(path: Path) -> GivenText:
 
 
 def check_texts(texts: list[str], where: str) -> None:
-    """ConfigError for too many texts, or one that is too long."""
+    """Raise ConfigError for too many texts, or one that is too long."""
     if not 0 < len(texts) <= MAX_TEXTS:
         raise ConfigError(f"{where}: {len(texts):,} texts; wanted 1 to {MAX_TEXTS:,}")
     for number, text in enumerate(texts, start=1):
@@ -93,7 +93,7 @@ def token_sequences(
 ) -> list[list[int]]:
     """The texts' token ids in sequences of at most SEQUENCE_TOKENS, or `longest`, until there are `total`.
 
-    Ids beyond vocab_size are left out. ConfigError if no token is left.
+    Ids beyond vocab_size are skipped. ConfigError if no token remains.
     """
     length = min(SEQUENCE_TOKENS, longest)
     sequences: list[list[int]] = []

@@ -1,7 +1,7 @@
 """Trains the rounded layers of a model together so that its next tokens are distributed as the exact model's.
 
-The second phase of EfficientQAT (Chen et al. 2024, https://arxiv.org/abs/2407.11062), which trains scales and
-leaves the levels, with the exact model's distribution in place of the text (Hinton et al. 2015,
+The second phase of EfficientQAT (Chen et al. 2024, https://arxiv.org/abs/2407.11062), which trains scales but
+not levels, with the exact model's distribution instead of the text (Hinton et al. 2015,
 https://arxiv.org/abs/1503.02531), and norms too.
 """
 
@@ -34,16 +34,16 @@ from tridecode.converters.quantize.tune import (
 from tridecode.kernels.formats.quantized import QuantizedWeight
 
 _COMPARED = 32  # sequences, before and after
-#: bytes of a rounded weight in float32: what the model holds, its level, and both once more with gradients
+#: bytes of a rounded weight in float32: the model's value, its level, and both once more with gradients
 _WEIGHT_BYTES = 28
 #: float32 values of a token: the logits of both models, their logarithms, gradients
 _LOGITS = 8
-#: of a token and a layer, in hidden states: what a layer keeps for the gradients
+#: activations kept for gradients, per token and layer, in units of hidden states
 _STATES = 40
 
 
 def divergences(exact: Tensor, logits: Tensor) -> Tensor:
-    """(..., V) -> (...): the KL divergence of the exact distribution from the other, in nats."""
+    """Return (..., V) -> (...), the KL divergence of the exact distribution from the other, in nats."""
     wanted, found = exact.log_softmax(-1), logits.log_softmax(-1)
     return (wanted.exp() * (wanted - found)).sum(-1)
 
@@ -57,7 +57,7 @@ def wanted_bytes(model: Module, matrices: int, tokens: int, hidden: int, layers:
 class Together:
     """A model whose layers are rounded, on the device of the run.
 
-    sequences: token ids. exact: what the exact model's last layer makes of them, (1, T, C).
+    sequences: token ids. exact: the exact model's last-layer outputs, (1, T, C).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Together:
         self._sequences, self._exact = sequences, exact
 
     def divergence(self) -> float:
-        """The mean over the tokens of sequences spread over all."""
+        """Return the mean divergence over the tokens of evenly spread sequences."""
         count = min(_COMPARED, len(self._sequences))
         total, tokens = 0.0, 0
         with torch.no_grad():
@@ -91,8 +91,8 @@ class Together:
     ) -> dict[str, QuantizedWeight | Tensor]:
         """Train and return the matrices and norms by name. The model's own tensors are changed on the way.
 
-        Raises CheckpointError if the divergence is not finite. On one device the result depends on the
-        arguments only.
+        Raises CheckpointError if the divergence is not finite. On one device the result depends only on the
+        arguments.
         """
         placed = {name: _on(self._run.device, matrix) for name, matrix in matrices.items()}
         trained = Trained(self._tensors, placed, norms, grid)
@@ -127,7 +127,8 @@ class Together:
 
     def _divergences(self, at: Sequence[int]) -> Tensor:
         """Return the divergence of each token of these sequences, concatenated. Padding comes after the
-        tokens, where a causal model does not attend to it."""
+        tokens, where a causal model does not attend to it.
+        """
         device = self._run.device
         chosen = [self._sequences[number] for number in at]
         ids = pad_sequence([torch.tensor(each) for each in chosen], batch_first=True).to(device)
@@ -169,7 +170,8 @@ class FirstStates:
         changed: Mapping[str, Tensor | QuantizedWeight],
     ) -> dict[str, float]:
         """Return the relative errors of all products (ProductErrors) of the model in its present state.
-        changed: the tensors that it holds."""
+        changed: the tensors that it holds.
+        """
         run.states, found = list(self._states), dict[str, float]()
         for index, layer in enumerate(layers):
             errors = ProductErrors()

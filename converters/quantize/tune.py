@@ -1,8 +1,8 @@
-"""Tunes the rounded tensors of a layer so that its output is near the exact layer's.
+"""Tunes the rounded tensors of a layer so that its output approximates the exact layer's.
 
 Reconstruction of a block (BRECQ: Li et al. 2021, https://arxiv.org/abs/2102.05426) by training the scales
 and the levels of its matrices together (EfficientQAT: Chen et al. 2024, https://arxiv.org/abs/2407.11062),
-and the weights of its norms. Which level a weight gets follows from the block's error, not from its own
+and the weights of its norms. The level of a weight minimises the block's error rather than its own
 (AdaRound: Nagel et al. 2020, https://arxiv.org/abs/2004.10568).
 """
 
@@ -27,12 +27,12 @@ from tridecode.converters.quantize.source_tensors import SourceTensors
 from tridecode.kernels.formats.quantized import QuantizedWeight, unpacked
 
 _LEVELS = 15  # the highest of int4
-#: of a level's start from its rounding limits: the first step does not change all levels
+#: distance of a level's start from its rounding limits, so that the first step does not change all levels
 _FROM_THE_LIMIT = 0.05
 _BETAS = (0.9, 0.99)
 _LENGTHS = 64  # batches are padded to a multiple
 _CHECK_STEPS = 25  # a check waits for the GPU
-#: of the free memory of a GPU, that the hidden states of one layer may take
+#: share of a GPU's free memory that the hidden states of one layer may take
 _HELD_SHARE = 0.25
 
 
@@ -40,9 +40,9 @@ _HELD_SHARE = 0.25
 class Tuning:
     """Adam with learning rates that rise for the first `warmup` of the steps and then fall linearly to 0.
 
-    steps: for each layer. tokens: of a step, at most, in sequences drawn with `seed`, but one at least. rate:
-    of the scales and the norms' weights, relative. level_rate: of the levels. together_steps, together_rate:
-    of all layers together, after that, without the levels.
+    steps: per layer. tokens: maximum per step, in sequences drawn with `seed`, but at least one sequence.
+    rate: relative learning rate of the scales and the norms' weights. level_rate: that of the levels.
+    together_steps, together_rate: of all layers together, after that, without the levels.
     """
 
     steps: int = 300
@@ -66,15 +66,17 @@ class Tuning:
 @dataclass(frozen=True)
 class Rounded:
     """A matrix (out, in) in the dtype of the arithmetic, and what it was rounded to: int4 in consecutive
-    groups."""
+    groups.
+    """
 
     exact: Tensor
     stored: QuantizedWeight
 
 
 def output_error(outputs: Tensor, wanted: Tensor) -> Tensor:
-    """(n, T): of outputs (n, T, C), the square of each token's error over the square of what is wanted, or
-    over 1 where that is 0."""
+    """Return (n, T): for outputs (n, T, C), each token's squared error relative to its squared target, or to
+    1 if that is 0.
+    """
     size = wanted.square().sum(-1)
     return (outputs - wanted).square().sum(-1) / torch.where(size > 0, size, 1.0)
 
@@ -120,7 +122,7 @@ def tune(
 class Losses:
     """Losses of the steps of a tuning: checked, and reported as progress, after every _CHECK_STEPS steps and
 
-    after the last one. what: the quantity that is minimised.
+    after the last one. what: names the minimised quantity.
     """
 
     def __init__(self, what: str, steps: int, device: torch.device, progress: Callable[[float], None]):
@@ -128,7 +130,7 @@ class Losses:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Raises CheckpointError if one of them is not finite."""
+        """Add a loss. Raises CheckpointError if one of them is not finite."""
         self._total += loss.detach()
         done = step + 1
         if done % _CHECK_STEPS and done != self._steps:
@@ -164,9 +166,9 @@ def _module(name: str) -> str:
 class _Matrix:
     """A rounded matrix whose scales, and levels if `exact` is given, are trained.
 
-    levels: (out, G, size), real numbers, rounded in the forward pass; the gradient passes as if they were
-    not. They start between the rounded level and the exact weight's place. changes: (out, G, 1) relative, of
-    the scales.
+    levels: (out, G, size), real numbers, rounded in the forward pass with a straight-through gradient. They
+    start between the rounded level and the exact weight's position. changes: (out, G, 1) relative, of the
+    scales.
     """
 
     def __init__(self, stored: QuantizedWeight, grid: Grid, dtype: torch.dtype, exact: Tensor | None = None):
@@ -203,7 +205,8 @@ def _matrix(matrix: Rounded | QuantizedWeight, grid: Grid, tensors: SourceTensor
 
 class _Norm:
     """A weight or a bias of a norm. changes: of it, in units of the weight, or of its root mean square for a
-    bias, which may be 0."""
+    bias, which may be 0.
+    """
 
     def __init__(self, tensor: Tensor, unit: Tensor):
         self._tensor, self._unit = tensor, unit
@@ -268,8 +271,9 @@ class _Parameters:
 
 
 class _Batches:
-    """Sequences drawn at random with what the exact layer makes of them, padded behind to one length: in a
-    causal model nothing in front depends on it."""
+    """Sequences drawn at random with the exact layer's outputs, padded at the end to one length: in a causal
+    model earlier tokens do not depend on padding.
+    """
 
     def __init__(self, run: LayerRun, wanted: Sequence[Tensor], tuning: Tuning):
         self._device, self._dtype = run.device, run.dtype
@@ -311,7 +315,7 @@ class _Batches:
 
 @contextmanager
 def training_arithmetic(device: torch.device) -> Iterator[None]:
-    """Products in TF32, whose rounding is far below int4's, and gradients that are the same each time."""
+    """Use TF32 GEMMs, whose rounding is far below int4's, and deterministic gradients."""
     if device.type != "cuda":
         yield
         return
@@ -327,7 +331,8 @@ def training_arithmetic(device: torch.device) -> Iterator[None]:
     options.fill_uninitialized_memory = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of operations that are the same each time only in practice
+            # warnings about operations that are deterministic only in practice
+            warnings.simplefilter("ignore")
             yield
     finally:
         matmul.allow_tf32, deterministic, only_warns, options.fill_uninitialized_memory = before

@@ -1,7 +1,7 @@
 """transformers' model of a weight directory: its arithmetic is independent of ours.
 
-The conversion rules are run backwards, from our files to transformers' tensors, so a wrong conversion does
-not show; comparing with the checkpoint that the directory was made from (build-repo --reference) is more.
+The conversion rules are inverted, from our files to transformers' tensors, so a wrong conversion is not
+detected; comparing with the checkpoint that the directory was made from (build-repo --reference) is stronger.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
 
 
 def directory_reference(config: ModelConfig, tensors: TensorSource) -> Callable[[torch.dtype], Module] | None:
-    """(dtype) to transformers' model; None if it has none of these settings. tensors: by our names."""
+    """Return (dtype) -> transformers' model; None if transformers does not support these settings.
+
+    tensors: by our names.
+    """
     model_type, make = _CONFIGS.get(config.family, ("", lambda config: None))
     hf_config = make(config) if model_type in families() else None
     if hf_config is None:

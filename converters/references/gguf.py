@@ -13,7 +13,7 @@ from tridecode.converters.references.state import state_reference
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.huggingface import no_progress_bars
 
-#: architectures whose tensors transformers' reader brings back whole
+#: architectures whose tensors transformers' reader restores completely
 _READ_BY_TRANSFORMERS = (
     *("llama", "gpt2", "bloom", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "stablelm"),
 )
@@ -21,7 +21,8 @@ _READ_BY_TRANSFORMERS = (
 
 def reads_itself(family: CheckpointFamily, is_plain: bool) -> bool:
     """Return whether transformers can read the tensors itself. is_plain: each of its tensors is one of the
-    file."""
+    file.
+    """
     assert family.gguf is not None
     return is_plain and family.reference is None and family.gguf.architecture in _READ_BY_TRANSFORMERS
 
@@ -31,8 +32,8 @@ def gguf_reference(
 ) -> Module:
     """The model in evaluation mode on the CPU. is_plain: each tensor of transformers is one of the file.
 
-    Where transformers' reader does not know the architecture or the layout, the tensors are those of our own
-    reader: then the comparison tests the arithmetic and the conversion, not the reading.
+    If transformers' reader does not support the architecture or the layout, our own reader supplies the
+    tensors: then the comparison tests arithmetic and conversion, but not the reading.
     """
     if family.reference is not None:
         return family.reference(checkpoint, dtype)
@@ -42,7 +43,7 @@ def gguf_reference(
 
 
 def _as_transformers_reads(checkpoint: Checkpoint, dtype: torch.dtype) -> Module:
-    # a plain model: one that from_pretrained reads from .gguf wants accelerate and cannot be saved
+    # built directly: a model that from_pretrained reads from .gguf needs accelerate and cannot be saved
     path, config = checkpoint.path, checkpoint.config
     softcap = getattr(config, "attn_logit_softcapping", None)
     model = AutoModelForCausalLM.from_config(

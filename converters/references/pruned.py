@@ -27,7 +27,7 @@ from tridecode.converters.rules import Rule
 
 Read = Callable[[str], Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
-#: (places in the unpruned tensor, places in the pruned one) along an axis
+#: (positions in the unpruned tensor, positions in the pruned one) along an axis
 Places = tuple[Tensor, Tensor]
 
 
@@ -60,8 +60,8 @@ def unpruned_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the unpruned network, by transformers' full names.
 
-    names: of the pruned checkpoint's tensors; read: gives one. shapes: of the unpruned network's. Where rows
-    and columns belong is found by the family's rules, which are applied to the numbers of the elements.
+    names: those of the pruned checkpoint's tensors; read: returns one. shapes: those of the unpruned network.
+    The family's rules, applied to element indices, determine where rows and columns belong.
     """
     whole = replace(config, layer_sizes=())
     after = {spec.name: spec for spec in family(config.family).weight_specs(config)}
@@ -133,7 +133,7 @@ def _columns(heads: list[tuple[int, int]], size: int) -> Places:
 def _heads(config: ModelConfig, layer: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(head of the unpruned layer, head of the pruned one) of the query heads, and of the key/value heads.
 
-    If it is not known which heads are left, they are put where each finds its key/value head; a
+    If it is unknown which heads are left, each is placed in the group of its key/value head; a
     key/value head of more query heads than before appears several times.
     """
     sizes, group = config.layer_sizes[layer], config.num_heads // config.num_kv_heads

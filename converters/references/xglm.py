@@ -22,8 +22,9 @@ def reference(checkpoint: Checkpoint, dtype: torch.dtype) -> Module:
 
 
 class Reference(XGLMForCausalLM):
-    """A model that keeps its precision when it is converted: transformers' would keep sines and cosines that
-    were rounded to 16 bit, and its attention cannot compute in float64."""
+    """A model that can be converted to a higher precision: transformers' would keep sines and cosines rounded
+    to 16 bit, and its attention cannot compute in float64.
+    """
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Module:
         super()._apply(fn, recurse)

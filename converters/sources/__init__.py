@@ -1,4 +1,6 @@
-"""Source checkpoints: what a reader of one format (a module of this package) gives to the conversion."""
+"""Source checkpoints: the interface between a reader of one format (a module of this package) and the
+conversion.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ class Checkpoint:
     path: the directory or file that was opened. config: transformers' config of the model. tensors: by
     transformers' names. bos_id, eos_ids: its special tokens. reference: (dtype of the weights) to an
     independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
-    folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
-    user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
-    config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
-    the LoRA adapter that is merged into `tensors` and the reference.
-    fills_reference: transformers cannot load the files as they are; its model is made from the config and
-    filled with `tensors`. reference_tensors: who read the reference's, where transformers may not have.
+    folder of its tokenizer, even if it has none; None: a .gguf, which contains it. notes: sentences for the
+    user about the source. plan: (dtype or None, model_name or None) to the config and the conversions of a
+    source that is not converted by a family's rules. adapter: the folder of the LoRA adapter that is merged
+    into `tensors` and the reference. fills_reference: transformers cannot load the files directly; its model
+        is created from the config and filled with `tensors`. reference_tensors: the reader of the reference's
+        tensors, if that may not be transformers.
     """
 
     path: Path
@@ -54,7 +56,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     prompts: list[PromptTable] = field(default_factory=list)  # of prompt learning
     prompt_start_id: int | None = None  # prompt_learning_start_id of the source; None: it has none
-    keep: object = field(default=None, repr=False)  # what must live as long as the tensors
+    keep: object = field(default=None, repr=False)  # objects that must live as long as the tensors
     plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
         default=None, repr=False
     )
@@ -77,7 +79,7 @@ class Checkpoint:
         return self.reference is not None
 
     def reference_model(self, dtype: torch.dtype) -> Module:
-        """An independent model of this checkpoint. Raises CheckpointError where there is none."""
+        """Return an independent model of this checkpoint. Raises CheckpointError if there is none."""
         if self.reference is None:
             raise CheckpointError(f"{self.path}: transformers has no class for {self.config.model_type}")
         return self.reference(dtype)

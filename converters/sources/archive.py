@@ -18,14 +18,14 @@ _MAX_MEMBERS = 10_000
 _GZIP = b"\x1f\x8b"
 _CHUNK = 1 << 22
 _MAX_HEADER_BYTES = 1 << 14  # of an extended header, and of all global ones
-_MAX_HEADERS = 100  # in a row, without a member
+_MAX_HEADERS = 100  # maximum consecutive extended headers without a member
 _EXTENDED = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
 )
-#: weights hardly compress: what unpacks to more than this times its length is a bomb
+#: weights hardly compress: an archive that unpacks to more than this times its length is a bomb
 _MAX_RATIO = 8
-_SMALL_BYTES = 64 << 20  # an archive of any ratio may unpack to so many
+_SMALL_BYTES = 64 << 20  # bytes to which an archive of any ratio may unpack
 
 
 class _Stream(io.RawIOBase):
@@ -50,9 +50,10 @@ class _Stream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Seek forward in pieces in a compressed file, so that the limit of unpacked bytes is checked on the
-        way."""
+        way.
+        """
         if whence != io.SEEK_SET:
-            raise tarfile.ReadError("it is read in another order than an archive's")
+            raise tarfile.ReadError("it is not read in the order of an archive")
         while self._unpacked is not None and offset - self._file.tell() > _CHUNK:
             self._file.seek(self._file.tell() + _CHUNK)
             self._check()
@@ -76,8 +77,9 @@ class _Stream(io.RawIOBase):
 
 
 class _Header(tarfile.TarInfo):
-    """A header of an archive. tarfile calls itself for each extended header in a row, keeps global ones for
-    all members, and reads a sparse member's map into memory."""
+    """A header of an archive. tarfile recurses for consecutive extended headers, keeps global ones for all
+    members, and reads a sparse member's map into memory.
+    """
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         counts = vars(archive).setdefault("header_counts", {"row": 0, "global": 0})
@@ -189,10 +191,11 @@ class Archive:
 
 def _checked_name(member: tarfile.TarInfo, archive: Path) -> str:
     """Return a member's name without "./". Raises CheckpointError for anything but a regular file inside the
-    archive's root."""
+    archive's root.
+    """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or "\0" in member.name:
         raise CheckpointError(f"{archive} has a member {member.name[:200]!r}, which lies outside of it")
     if not (member.isdir() or member.isreg()) or member.issparse() or member.size < 0:
-        raise CheckpointError(f"{archive} has a member {member.name[:200]!r}, which is no regular file")
+        raise CheckpointError(f"{archive} has a member {member.name[:200]!r}, which is not a regular file")
     return str(path)

@@ -1,10 +1,10 @@
 """Sparse checkpoints in the bitmask containers of compressed-tensors.
 
 A container stores a matrix `<module>.weight` (R, C) as `<module>.shape`, `<module>.bitmask` (R, ceil(C / 8)),
-a bit for each weight that is stored, the lowest bit first, and `<module>.compressed`, those weights by rows.
-`sparse-bitmask` adds `<module>.row_offsets`, the number of weights stored before each row;
+one bit per weight, set if it is stored, the lowest bit first, and `<module>.compressed`, the stored weights
+by rows. `sparse-bitmask` adds `<module>.row_offsets`, the number of weights stored before each row;
 `sparse-24-bitmask` stores two of every four. Source: compressed-tensors 0.12, compressors/sparse_compressors.
-A tensor is expanded when it is read, so that one is in memory at a time.
+A tensor is expanded when it is read, so that only one is in memory at a time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BitmaskSource:
         self.shapes = {name: shape for name, shape in inner.shapes.items() if name not in parts}
         for name, held in self._held.items():
             if name in self.shapes:
-                raise CheckpointError(f"{where} has {name} twice: compressed and as it is")
+                raise CheckpointError(f"{where} has {name} twice: compressed and dense")
             self.shapes[name] = held.shape
 
     def dtype(self, name: str) -> torch.dtype:

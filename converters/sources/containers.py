@@ -15,7 +15,8 @@ _MAX_TABLE_BYTES = 8 << 20
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     """The zip file in an open file. Its table of contents is limited before it is read: zipfile makes an
-    object of each entry. Raises BadZipFile, ValueError and others for a damaged one."""
+    object of each entry. Raises BadZipFile, ValueError and others for a damaged one.
+    """
     reader = _TableReader(file)
     archive = zipfile.ZipFile(reader)
     reader.limit = None
@@ -40,7 +41,7 @@ class _TableReader:
         return data
 
     def close(self) -> None:
-        """Leave the file open: it is its owner's."""
+        """Leave the file open: its owner closes it."""
 
 
 def check_safetensors(path: Path) -> None:
@@ -55,7 +56,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def check_archive(path: Path) -> None:
-    """CheckpointError for a zip that would grow when it is read: torch stores its records uncompressed."""
+    """Raise CheckpointError for a zip that would grow when read: torch stores its records uncompressed."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -67,7 +68,7 @@ def check_archive(path: Path) -> None:
 
 
 def check_records(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
-    """CheckpointError where a zip file's records are compressed or overlap. size: of the file; name: its."""
+    """Raise CheckpointError if a zip file's records are compressed or overlap. size, name: the file's."""
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             found = (
@@ -90,7 +91,7 @@ _MAGIC = {
 
 
 def foreign_format(path: Path) -> str:
-    """The format of a file by its first bytes, if its name says another; else ""."""
+    """Return the format of a file by its first bytes, if its name implies another; else ""."""
     expected = {".gguf": b"GGUF", ".bin": b"PK\x03\x04"}.get(path.suffix)
     with open(path, "rb") as file:
         start = file.read(64)

@@ -1,7 +1,7 @@
 """Weight directories as sources: those of FasterTransformer's converters (1-gpu … 8-gpu), and our own.
 
-docs/reference/sources.md lists what FasterTransformer's converters leave out or get wrong, and what is done
-about it.
+docs/reference/sources.md lists the omissions and errors of FasterTransformer's converters, and how they are
+handled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEAD, _EMBEDDING = "model.lm_head.weight", "model.wte"
 class DirectoryTensors:
     """The tensors of a weight directory, whole, by the names of `config`'s files without rank and .bin.
 
-    fixes: how to make a tensor whose file does not hold what its name says, or that has no file.
+    fixes: functions that make a tensor whose file does not match its name, or that has no file.
     """
 
     def __init__(self, reader: WeightReader, config: ModelConfig, fixes: Mapping[str, Callable[[], Tensor]]):
@@ -79,7 +79,7 @@ def open_weight_directory(path: Path) -> Checkpoint:
     has another length.
     """
     require_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
-    stored = read_model_config(path, tied_head=True)  # a head that needs a fix is not refused
+    stored = read_model_config(path, tied_head=True)  # a head that needs a fix is accepted
     if (path / f"{_HEAD}.bin").exists():
         stored = replace(stored, tied_head=False)
     if stored.quantization is not None:
@@ -137,7 +137,9 @@ def _untransposed_head(reader: WeightReader) -> Tensor:
 def _split_bias_sum(
     config: GptNeoXConfig, reader: WeightReader
 ) -> tuple[GptNeoXConfig, dict[str, Callable[[], Tensor]]]:
-    """The sum of two biases, which is scaled by the number of ranks, as the MLP's bias and a zero one."""
+    """Split the sum of two biases, which is scaled by the number of ranks, into the MLP's bias and a zero
+    one.
+    """
     if not config.bias_sum:
         return config, {}
     fixes: dict[str, Callable[[], Tensor]] = {}
@@ -158,7 +160,9 @@ def _bias_notes(config: ModelConfig, reader: WeightReader) -> list[str]:
 
 
 def _eps_notes(section: IniSection) -> list[str]:
-    """FasterTransformer's constants differ from what most checkpoints were trained with."""
+    """Return notes: FasterTransformer's constants differ from those with which most checkpoints were
+    trained.
+    """
     if "layernorm_eps" in section.items:
         return []
     value = {"gpt": "1e-06", "gptj": "1e-06"}.get(section.name.lower())
@@ -174,7 +178,8 @@ def _prompt_tables(
     path: Path, config: ModelConfig, reader: WeightReader
 ) -> tuple[list[PromptTable], int | None, list[str]]:
     """The tasks of prompt learning, prompt_learning_start_id, and notes. A task without a file keeps its
-    number. Raises CheckpointError for a table of another length."""
+    number. Raises CheckpointError for a table of another length.
+    """
     section, notes, tables = read_prompt_section(path, config), [], []
     if section.tasks and not any(task.kind for task in section.tasks):
         return [], None, ["prompt_learning_type is 0, so its tasks are left out"]

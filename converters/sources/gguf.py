@@ -65,7 +65,8 @@ class GgufSource:
     @property
     def is_plain(self) -> bool:
         """Return whether each tensor is exactly one tensor of the file, neither a slice nor a
-        concatenation."""
+        concatenation.
+        """
         return all(len(pieces) == 1 and pieces[0].rows is None for pieces in self._pieces.values())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -138,7 +139,7 @@ def _placed(
 
 
 def _fused(held: dict[str, gguf.ReaderTensor], name: str, config: PreTrainedConfig) -> tuple[_Piece, ...]:
-    """attn_q, attn_k or attn_v, which newer converters may store as one attn_qkv."""
+    """Return attn_q, attn_k or attn_v, which newer converters may store as one attn_qkv."""
     part = next((part for part in QKV_PARTS if f".{part}." in name), None)
     fused = held.get(name.replace(f".{part}.", ".attn_qkv.")) if part else None
     if fused is None or part is None:
@@ -164,8 +165,10 @@ def _joined(
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A .gguf file; of its tensors the factors of rotary positions are read. CheckpointError or
-    UnsupportedError."""
+    """Open a .gguf file; of its tensors only the factors of rotary positions are read.
+
+    CheckpointError or UnsupportedError.
+    """
     reader, fields = _read_gguf(require_file(path))
     family = gguf_family(fields.get("general.architecture"), path)
     assert family.gguf is not None
@@ -192,14 +195,16 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _check_whole(reader: gguf.GGUFReader, fields: GgufMetadata, path: Path) -> None:
-    """UnsupportedError for a part of a split file, and for a way of quantising that is not expanded."""
+    """Raise UnsupportedError for a part of a split file, and for a quantisation type that cannot be
+    dequantised.
+    """
     if fields.get("split.count", 1) not in (0, 1):
         found = f"part {int(fields.get('split.no', 0)) + 1} of {fields['split.count']}"
         raise UnsupportedError(f"{path} is {found} of a split file; join them with llama-gguf-split --merge")
     for kind, name in {tensor.tensor_type: tensor.name for tensor in reader.tensors}.items():
         if not _is_expanded(kind):
             found = f"{name} is stored as {kind.name}"
-            raise UnsupportedError(f"{path}: {found}, which this version cannot expand")
+            raise UnsupportedError(f"{path}: {found}, which this version cannot dequantise")
 
 
 @cache
@@ -238,7 +243,7 @@ def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, GgufMetadata]:
         for name, held in reader.fields.items():
             if held.types[:1] != [gguf.GGUFValueType.ARRAY]:
                 fields[name]
-    except Exception as error:  # the reader indexes past the end of a short file, and asserts little
+    except Exception as error:  # the reader indexes past the end of a short file, and checks little
         found = (
             foreign_format(path) or f"it is damaged or cut short at {path.stat().st_size:,} bytes ({error})"
         )

@@ -1,7 +1,7 @@
 """Limits on the header of a .gguf file, checked before the gguf library reads it.
 
-The library makes Python objects of each key, array item and tensor, as many as the file claims, and checks no
-count against the file's length. Layout: ggml/docs/gguf.md, versions 2 and 3.
+The library creates Python objects for each key, array item and tensor, as many as the file claims, and checks
+no count against the file's length. Layout: ggml/docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Header:
         return struct.unpack(form, self._read(struct.calcsize(form)))[0]
 
     def _text(self, limit: int, name: str) -> bytes:
-        """A short text; of a longer one its beginning, and the file stands behind it."""
+        """Return a short text, or the beginning of a longer one; the file position is then after it."""
         length = self._number("Q")
         self._limit(f"bytes of {name}", length, limit)
         found = self._read(min(length, MAX_NAME_BYTES))

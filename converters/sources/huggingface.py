@@ -73,8 +73,11 @@ def open_directory(path: Path) -> Checkpoint:
 
 
 def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -> Module:
-    """attention: transformers' implementation, None for its choice. Before 5.21 that can be one that ignores
-    a soft cap of the scores."""
+    """Load transformers' model.
+
+    attention: its implementation, None for its default, which before 5.21 may ignore a soft cap of the
+    scores.
+    """
     with no_progress_bars():
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False
@@ -83,7 +86,8 @@ def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -
 
 def _check_counts(raw: dict[str, Any], where: Path) -> None:
     """Raise CheckpointError for an implausibly large count that transformers would expand to a list or
-    dict."""
+    dict.
+    """
     for key, value in raw.items():
         if isinstance(value, int) and ("layer" in key or key == "num_labels") and value > _MAX_COUNT:
             raise CheckpointError(f"{where} has {key} = {str(value)[:40]}; wanted at most {_MAX_COUNT:,}")
@@ -101,7 +105,7 @@ def _token_ids(ids: Any, key: str, where: Path) -> list[int]:
 
 
 def transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
-    """transformers' config of a directory. CheckpointError for what it cannot read."""
+    """Return transformers' config of a directory. CheckpointError if it cannot be read."""
     try:
         with no_progress_bars():
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **kwargs)
@@ -111,7 +115,7 @@ def transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
 
 
 def _config_of(config_class: type[PreTrainedConfig], raw: dict[str, Any], path: Path) -> PreTrainedConfig:
-    """The config of a model type that transformers does not know. What it says about code is left out."""
+    """Return the config of a model type unknown to transformers, without its references to code."""
     settings = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
     try:
         return config_class.from_dict(settings)

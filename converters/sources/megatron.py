@@ -20,7 +20,7 @@ RANK_FOLDER = re.compile(r"(?:mp_rank_(\d+)(?:_(\d+))?|tp_rank_(\d+)_pp_rank_(\d
 _FILES = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
 _LATEST = "latest_checkpointed_iteration.txt"
 _GPT2_END = 50256
-#: argument -> the value that GPT-2's network has; a missing one is the default of its time
+#: argument -> GPT-2's value; a missing one had this default at the time
 _NETWORK: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "use_rotary_position_embeddings": (False,),
@@ -39,7 +39,7 @@ _NETWORK: dict[str, tuple[object, ...]] = {
 def find_megatron_directory(path: Path) -> Path | None:
     """The folder with the ranks' folders: `path`, or that of its latest iteration; None if it has none.
 
-    Raises CheckpointError if it has several iterations and does not say which is the latest.
+    Raises CheckpointError if it has several iterations and does not record the latest.
     """
     if rank_folders(path):
         return path
@@ -78,8 +78,11 @@ def rank_of(match: re.Match[str]) -> tuple[int, int]:
 def check_ranks(
     ranks: Iterable[tuple[int, int]], where: Path, tensor: object, pipeline: object
 ) -> tuple[int, int]:
-    """The number of (stages, tensor ranks). CheckpointError unless there is a piece of each, as many as the
-    settings say (where they are numbers)."""
+    """The number of (stages, tensor ranks).
+
+    Raises CheckpointError unless there is one piece of each, as many as the settings state (if they are
+    numbers).
+    """
     found = set(ranks)
     stages, tensor_ranks = (max(place) + 1 for place in zip(*found))
     for key, size, said in (("tensor", tensor_ranks, tensor), ("pipeline", stages, pipeline)):
@@ -160,7 +163,7 @@ def gpt_settings(
     path: Path,
     num_heads: int | None,
 ) -> GptSettings:
-    """From the arguments, else from the shapes; the number of heads shows in none."""
+    """Return the settings from the arguments, else from the shapes, which do not show the number of heads."""
     merged = {name: tensor for ranks in stages for name, tensor in ranks[0].items()}
     positions = next((t.shape for name, t in merged.items() if "position_embeddings" in name), None)
     up = next(

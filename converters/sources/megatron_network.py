@@ -44,7 +44,7 @@ _WHOLE = {
     "output_layer.weight": "lm_head.weight",
 }
 _FINAL = "transformer.ln_f"
-#: the axis of (out, in) matrices and of biases that tensor ranks share
+#: the axis of (out, in) matrices and of biases that is split over tensor ranks
 _SPLIT = {
     "transformer.wte.weight": 0,
     "lm_head.weight": 0,
@@ -58,7 +58,7 @@ _SPLIT = {
 _PREFIX = re.compile(r"^(?:(?:model|module|language_model)\.)+")
 _LAYER_NAME = re.compile(r"^(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)$")
 _FINAL_NAME = re.compile(r"^(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)$")
-#: the last pipeline stage's copy of the word embeddings, and what follows from the settings
+#: the last pipeline stage's copy of the word embeddings, and tensors determined by the settings
 _IGNORED = re.compile(
     r"^word_embeddings(_for_head)?\.weight$|rotary_emb|_extra_state|\.attention_mask|masked_bias$"
 )
@@ -66,8 +66,11 @@ _IGNORED = re.compile(
 
 @dataclass(frozen=True)
 class GptSettings:
-    """The network. version: of the checkpoint, which decides the order of query_key_value's rows.
-    norm_plus_one: the files hold LayerNorm's weights less one. positions: None: as many as stored."""
+    """Settings of the network.
+
+    version: the checkpoint's, which determines the order of query_key_value's rows. norm_plus_one: the files
+    hold LayerNorm's weights minus one. positions: None: as many as stored.
+    """
 
     num_layers: int
     hidden_size: int
@@ -126,9 +129,7 @@ class GptTensors:
         match = _LAYER_NAME.match(bare)
         if match and match[2] in _LAYER:
             return f"transformer.h.{first_layer + int(match[1])}.{_LAYER[match[2]]}.{match[3]}"
-        raise CheckpointError(
-            f"{self.where} has {own}, which is no tensor of Megatron's GPT that is known here"
-        )
+        raise CheckpointError(f"{self.where} has {own}, which is not a known tensor of Megatron's GPT")
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._pieces[name][0].shape)

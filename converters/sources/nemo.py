@@ -28,7 +28,7 @@ _WEIGHTS = "model_weights.ckpt"
 _MAX_CONFIG_BYTES = 128 << 10  # of model_config.yaml, which has about 10 kB; PyYAML takes 10 us a byte
 _MAX_CONFIG_NODES = 20_000
 _PROMPT = re.compile(r"(?:.*\.)?prompt_table\.(.+)\.prompt_embeddings\.weight$")
-#: what a p-tuning archive holds beside its tables: the network that made them, and the frozen model's names
+#: other contents of a p-tuning archive: the network that generated the tables, and the frozen model's names
 _PROMPT_TRAINING = re.compile(r"(?:^|\.)(prompt_encoder|frozen_model)\.")
 _TOKENIZER_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt", "model": "tokenizer.model"}
 _NETWORK: dict[str, tuple[object, ...]] = {
@@ -119,7 +119,7 @@ def _config(archive: Archive) -> dict[str, Any]:
         raise CheckpointError(
             f"{archive.path}: {CONFIG_FILE} holds a {type(values).__name__}; wanted settings"
         )
-    # an interpolation of OmegaConf's, as ${multiply:4,${.hidden_size}}; the shapes say it, too
+    # an OmegaConf interpolation such as ${multiply:4,${.hidden_size}}; the shapes determine it, too
     return {
         key: value
         for key, value in values.items()
@@ -150,7 +150,7 @@ def _pieces(archive: Archive) -> dict[tuple[int, int], dict[str, StoredTensor]]:
 def _prompt_tables(
     pieces: Mapping[tuple[int, int], Mapping[str, StoredTensor]], values: Mapping[str, Any]
 ) -> list[PromptTable]:
-    """In the order of task_templates, which numbers the tasks; others after them."""
+    """Return the tables in the order of task_templates, which numbers the tasks; others follow."""
     found = {
         match[1]: PromptTable(match[1], tensor.shape, tensor.read)
         for piece in pieces.values()

@@ -1,6 +1,6 @@
 """PEFT's adapters of prompt learning, as save_pretrained writes them: PROMPT_TUNING, P_TUNING, PREFIX_TUNING.
 
-PEFT saves what its prompt encoder makes, so the encoder itself is not needed: (length, C) embeddings, or
+PEFT saves the output of its prompt encoder, so the encoder itself is not needed: (length, C) embeddings, or
 (length, layers * 2 * kv heads * D) keys and values, in the order of past_key_values.
 """
 
@@ -27,7 +27,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 def open_peft_prompt(path: Path) -> PromptTable:
     """The table of an adapter's folder; the task has the folder's name. Raises CheckpointError for a file
-    that is missing or damaged, UnsupportedError for another kind of adapter."""
+    that is missing or damaged, UnsupportedError for another kind of adapter.
+    """
     config = read_json(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
     kind = _KINDS.get(str(config.get("peft_type")))
     where = path / CONFIG_FILE

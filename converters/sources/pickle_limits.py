@@ -2,7 +2,8 @@
 
 No object of the file runs code of its own, but plain data can cost as much as code: keys whose hashes collide
 or nest (2^30 steps in 200 bytes), states that are copied again and again, numbers of megabytes. Here each
-operation counts, with what it copies, and the keys of dicts and sets are short texts, integers or objects.
+operation is charged, including what it copies, and the keys of dicts and sets must be short texts, integers
+or objects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Callable
 MAX_OPERATIONS = 1_000_000
 MAX_PICKLE_BYTES = 64 << 20
 _MAX_INTEGER_BITS = 512  # random states have 128
-_MAX_KEY_BITS = 64  # longer integers collide at will: Python's hash is modulo 2^61 - 1
+_MAX_KEY_BITS = 64  # longer integers can be made to collide: Python's hash is modulo 2^61 - 1
 _MAX_KEY_LENGTH = 4096  # of a text that is a key
 _MAX_PLAIN_ITEMS = 1024
 _MAX_LINE = 1 << 20
@@ -23,7 +24,10 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class PickleLimitError(pickle.UnpicklingError):
-    """The pickle breaks a limit, or holds what its reader does not want. The text is a clause about it."""
+    """The pickle exceeds a limit, or holds something that its reader rejects.
+
+    The text is a clause about it.
+    """
 
 
 class _Source:
@@ -174,7 +178,7 @@ _Unpickler: Any = pickle._Unpickler  # the one in Python, which has a dispatch t
 class BoundedUnpickler(_Unpickler):
     """Subclasses define find_class and persistent_load. PickleLimitError beyond a limit.
 
-    Of the result only is_plain() values may be printed, hashed or compared: what nests can take for ever.
+    Only is_plain() values of the result may be printed, hashed or compared: nested ones can take forever.
     """
 
     dispatch = _bounded(_Unpickler.dispatch)

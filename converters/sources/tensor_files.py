@@ -49,9 +49,9 @@ def tensor_files(path: Path) -> TensorSource:
 
 
 def check_dtypes(tensors: TensorSource, where: Path) -> None:
-    """UnsupportedError for weights that are stored as integers or in 8 bits, whatever the config says.
+    """Raise UnsupportedError for weights stored as integers or in 8 bits, whatever the config says.
 
-    They have scales beside them; read as they are, they would be another model.
+    They come with scales; read without them, they would be another model.
     """
     for name in tensors.shapes:
         dtype = tensors.dtype(name) if name.endswith("weight") else torch.float32
@@ -131,7 +131,9 @@ class PickleSource:
 
 
 def _check_equal(name: str, first: Tensor, second: Tensor, first_file: Path, second_file: Path) -> None:
-    """CheckpointError where two files hold a tensor with different values: readers differ in their choice."""
+    """Raise CheckpointError if two files hold a tensor with different values: readers differ in their
+    choice.
+    """
     if first.dtype == second.dtype and first.shape == second.shape:
         bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
         if torch.equal(*bits):
@@ -143,7 +145,7 @@ def _check_equal(name: str, first: Tensor, second: Tensor, first_file: Path, sec
 
 
 def _pickle_fault(error: Exception) -> str:
-    """torch's finding in one line; its own texts are paragraphs of advice."""
+    """Return torch's error in one line; its own texts are paragraphs of advice."""
     text = " ".join(str(error).split())
     if isinstance(error, PickleLimitError):
         return text
@@ -153,6 +155,7 @@ def _pickle_fault(error: Exception) -> str:
     fault = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
     if fault:
         return f"its pickle holds more than tensors ({fault.group(1)})"
-    if isinstance(error, (LookupError, ValueError, EOFError, struct.error)):  # of the unpickler's own reading
+    # errors of the unpickler's own reading
+    if isinstance(error, (LookupError, ValueError, EOFError, struct.error)):
         return f"its pickle is damaged, or it is not a pickle ({type(error).__name__})"
     return f"{type(error).__name__}: {text}"

@@ -50,9 +50,9 @@ class _RegionFile(io.RawIOBase):
 
 
 def load(region: Region) -> Any:
-    """The object of a torch.save file, with StoredTensor for its tensors.
+    """Return the object of a torch.save file, with StoredTensor for its tensors.
 
-    Raises CheckpointError for what is damaged, compressed or no such file.
+    Raises CheckpointError if the file is damaged, compressed or of another format.
     """
     try:
         return _read(region)
@@ -66,10 +66,10 @@ def load(region: Region) -> Any:
 
 
 def check_pickle(path: Path) -> None:
-    """Raise what is wrong with a file of torch.save: UnpicklingError if its pickles cost more than a
-    checkpoint's or hold more than tensors, and nearly any other error for a damaged file.
+    """Check a file of torch.save: raise UnpicklingError if its pickles cost more than a checkpoint's or hold
+    more than tensors, and nearly any other error for a damaged file.
 
-    torch's own unpickler has no limits, so this comes before it.
+    torch's own unpickler has no limits, so this runs first.
     """
     _read(Region.of_file(path), only_tensors=True)
 
@@ -110,7 +110,8 @@ def _load_zip(region: Region, file: io.BufferedReader, only_tensors: bool) -> An
 
 def _load_legacy(region: Region, file: io.BufferedReader, only_tensors: bool) -> Any:
     """torch before 1.6: pickles of a magic number, a version, the system, the object and the storages' names,
-    then the storages, each after its number of elements."""
+    then the storages, each after its number of elements.
+    """
     magic = Unpickler(file, region, only_tensors).load()
     if not isinstance(magic, int) or magic != _LEGACY_MAGIC:
         raise ValueError("its magic number is not torch's")
@@ -137,7 +138,10 @@ def _load_legacy(region: Region, file: io.BufferedReader, only_tensors: bool) ->
 
 
 def tensors_of(tree: Any, where: str) -> dict[str, StoredTensor]:
-    """The tensors of nested dicts, by their keys joined with dots. CheckpointError for endless nesting."""
+    """Return the tensors of nested dicts, by their keys joined with dots.
+
+    CheckpointError for endless nesting.
+    """
     found: dict[str, StoredTensor] = {}
     stack, nodes = [("", tree, 0)], 0
     while stack:

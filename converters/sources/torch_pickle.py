@@ -1,8 +1,8 @@
-"""The unpickler of torch.save files: dicts, numbers, texts and tensors; every other object stays a husk.
+"""The unpickler of torch.save files: dicts, numbers, texts and tensors; every other object becomes a Husk.
 
-Training checkpoints hold their arguments, random states and optimisers beside the weights, as Python objects.
-Nothing of them is imported or called here: the unpickler makes a Husk of each name that it does not know. A
-tensor is a place in the file until it is read.
+Training checkpoints store arguments, random states and optimisers along with the weights, as Python objects.
+None of them is imported or called: the unpickler creates a Husk for each unknown name. A tensor is a place in
+the file until it is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Region:
 
 
 class Husk:
-    """An object whose class is not known here. It takes whatever the pickle gives it, and keeps nothing."""
+    """An object of an unknown class. It accepts whatever the pickle passes to it, and stores nothing."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         pass
@@ -77,7 +77,7 @@ class Husk:
 
 
 class Arguments:
-    """An argparse.Namespace: its plain values, by name; others are left out."""
+    """An argparse.Namespace: its plain values, by name; others are dropped."""
 
     values: Mapping[str, Any] = MappingProxyType({})  # until it has a state; __init__ is not called
 
@@ -119,7 +119,7 @@ class StoredTensor(_Fixed):
     offset: int
 
     def read(self) -> Tensor:
-        """The tensor: a view of the mapped file, or a copy where its bytes are not aligned."""
+        """Return the tensor: a view of the mapped file, or a copy if its bytes are not aligned."""
         path, start = str(self.storage.region.path), self.storage.start
         size = self.storage.elements * self.storage.dtype.itemsize
         if size == 0:
@@ -162,7 +162,7 @@ def _rebuild(storage: object, offset: object, shape: object, stride: object, *re
     return StoredTensor(storage, dtype, shape, stride, offset)
 
 
-#: what a pickle may name, beside dtypes and storages
+#: names that a pickle may use, besides dtypes and storages
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Call(lambda pairs=(): OrderedDict(ordered_dict_items(pairs))),
     ("torch", "Size"): _Call(lambda sizes=(): tuple(sizes)),

@@ -1,6 +1,7 @@
-"""The checkpoint's tokenizer as files that a door can use: it has the tokenizers library, not transformers.
+"""Writes the checkpoint's tokenizer as files for a door, which has the tokenizers library but not
+transformers.
 
-What is written is the tokenizer that transformers runs: BOS and EOS are added by its post-processor, or not.
+The written tokenizer behaves as in transformers: its post-processor adds BOS and EOS, or does not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _CLEAN_UP = "clean_up_tokenization_spaces"
 _SOURCES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 #: copied where the source has them
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-#: several scripts, digits, blanks, code and emoji: what a wrong normaliser or split shows on
+#: several scripts, digits, blanks, code and emoji, which reveal a wrong normaliser or split
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "In 2024, 1,234 of 56789 people paid $3.50 (≈ 70%).",
@@ -79,7 +80,9 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
 
 
 def _load_directory(directory: Path) -> PreTrainedTokenizerBase:
-    """transformers' choice; of bare files, whose class no file names, GPT-2's or sentencepiece's."""
+    """Load the tokenizer that transformers chooses; for bare files without a class, GPT-2's or
+    sentencepiece's.
+    """
     has_model = (directory / MODEL_FILE).exists() and not (directory / "tokenizer.json").exists()
     if any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -139,8 +142,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
 def _both(
     tokenizer: PreTrainedTokenizerBase, written: Tokenizer, text: str, where: Path
 ) -> tuple[list[int], list[int]]:
-    """The ids of transformers' tokenizer and of the written one. CheckpointError for one that cannot encode,
-    e.g. because its vocabulary lacks its unk token."""
+    """Return the ids of transformers' tokenizer and of the written one.
+
+    Raises CheckpointError for one that cannot encode, e.g. because its vocabulary lacks its unk token.
+    """
     try:
         return tokenizer(text).input_ids, written.encode(text).ids
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -152,14 +157,15 @@ def _both(
 
 def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:
     """Return whether transformers rebuilt the tokenizer: the source's tokenizer_config.json is missing, or
-    names a class that was not used."""
+    names a class that was not used.
+    """
     if (source / "tokenizer.json").is_file():
         return False
     return type(tokenizer) is PreTrainedTokenizerFast or not (source / "tokenizer_config.json").is_file()
 
 
 def _keep_clean_up(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write the setting that the tokenizer's class has, where the file does not: doors read the file."""
+    """Write the class's setting into the file if it is missing there: doors read the file."""
     settings = read_json(path) if path.is_file() else {}
     if bool(settings.get(_CLEAN_UP, False)) != bool(tokenizer.clean_up_tokenization_spaces):
         changed = {**settings, _CLEAN_UP: bool(tokenizer.clean_up_tokenization_spaces)}
@@ -168,14 +174,15 @@ def _keep_clean_up(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 
 def _make_readable_everywhere(path: Path) -> None:
     """Put transformers 4's names into a tokenizer_config.json of transformers 5, which reads both: the class
-    TokenizersBackend and a list of extra_special_tokens are unknown to the older version."""
+    TokenizersBackend and a list of extra_special_tokens are unknown to the older version.
+    """
     if not path.is_file():
         return
     settings = read_json(path)
     changed = dict(settings)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         changed["tokenizer_class"] = "PreTrainedTokenizerFast"
-        for key in ("backend", "is_local", "local_files_only"):  # of the run that wrote it
+        for key in ("backend", "is_local", "local_files_only"):  # written by that run only
             changed.pop(key, None)
     if isinstance(settings.get("extra_special_tokens"), list):
         extra = changed.pop("extra_special_tokens")

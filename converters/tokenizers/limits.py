@@ -13,7 +13,8 @@ from tridecode.backend.base.checkpoint_files import (
 )
 from tridecode.backend.base.errors import CheckpointError
 
-#: of a JSON file, by the byte that each has: a vocabulary of 262,144 tokens has 514,906 merges, lists of two
+#: limits of a JSON file's elements, counted by a byte that each contains: a vocabulary of 262,144 tokens has
+#: 514,906 merges, lists of two
 _MAX_COUNTS = {b"{": 500_000, b"[": 2_000_000, b",": 6_000_000}
 _MAX_ADDED_TOKENS = 100_000
 _MAX_TEMPLATE = 1000  # parts and ids of a template, which are added to each text
@@ -22,7 +23,7 @@ _MAX_PIECE_WORK = 1_000_000_000  # sum of squared lengths: each piece is split a
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """CheckpointError for a file that holds more than a tokenizer does."""
+    """Raise CheckpointError for a file with more elements than a tokenizer has."""
     for name, limit in (
         ("tokenizer.json", MAX_JSON_BYTES),
         ("vocab.json", MAX_JSON_BYTES),
@@ -81,8 +82,10 @@ def _template_size(processor: Any) -> int:
 
 
 def check_pieces(path: Path) -> None:
-    """Count the pieces of a sentencepiece model in protobuf's wire format. What is not that passes: its
-    reader names it."""
+    """Count the pieces of a sentencepiece model in protobuf's wire format.
+
+    Other data passes: its reader reports it.
+    """
     data = require_file(path, MAX_JSON_BYTES).read_bytes()
     at, pieces, work = 0, 0, 0
     try:

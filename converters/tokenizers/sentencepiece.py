@@ -28,7 +28,7 @@ _SPACE = "▁"
 def load_sentencepiece(directory: Path, probes: Sequence[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of directory/tokenizer.model; a tokenizer_config.json says whether BOS and EOS are added.
 
-    Raises CheckpointError for a file that is damaged, or that splits a probe otherwise than sentencepiece;
+    Raises CheckpointError for a file that is damaged, or that splits a probe differently from sentencepiece;
     UnsupportedError for a model that is neither BPE nor unigram.
     """
     path = require_file(directory / MODEL_FILE, MAX_JSON_BYTES)
@@ -105,7 +105,10 @@ def _convert(proto: Any, path: Path) -> Tokenizer:
 
 
 def _add_later_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], path: Path) -> None:
-    """Tokens that tokenizer_config.json adds to the model's. CheckpointError if the ids have a gap."""
+    """Add the tokens that tokenizer_config.json adds to the model's.
+
+    CheckpointError if the ids have a gap.
+    """
     added = settings.get("added_tokens_decoder")
     listed = added.items() if isinstance(added, dict) else ()
     for number, token in sorted((int(key), value) for key, value in listed if str(key).isdigit()):

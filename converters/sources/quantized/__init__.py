@@ -1,7 +1,7 @@
 """Checkpoints that were quantised by others; docs/reference/quantized_checkpoints.md lists what is read.
 
-A module here reads one method's settings and tensors. `QuantizedSource` gives the matrices to the conversion:
-quantised, or expanded to float32 one at a time.
+A module here reads one method's settings and tensors. `QuantizedSource` supplies the matrices to the
+conversion: quantised, or dequantised to float32 one at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 _CONV1D = ("gpt2",)
 
 _Read = Callable[[Settings], Method]
-#: quant_method -> how its settings are read, and those that are known
+#: quant_method -> reader of its settings, and the known settings
 _METHODS: dict[str, tuple[_Read, tuple[str, ...]]] = {
     "gptq": (gptq.read_settings, gptq.KNOWN),
     "awq": (awq.read_settings, awq.KNOWN),
@@ -86,7 +86,7 @@ class QuantizedSource:
         self._modules = {f"{stem}.weight": Parts(inner, where, stem) for stem in sorted(stems)}
         used = {f"{stem}.{part}" for stem in stems for part in method.parts}
         for name in sorted(set(self._modules) & set(inner.shapes) - used):
-            raise CheckpointError(f"{where} has {name} twice: quantised and as it is")
+            raise CheckpointError(f"{where} has {name} twice: quantised and dense")
         self.shapes = {name: shape for name, shape in inner.shapes.items() if name not in used}
         for name, module in self._modules.items():
             rows, columns = method.shape(module)
@@ -109,7 +109,9 @@ class QuantizedSource:
         return dense.t() if self._is_turned(name) else dense
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """A matrix (out, in) as it is stored; None for a tensor that is dense or has no such format."""
+        """Return a matrix (out, in) in its stored format; None for a tensor that is dense or has no such
+        format.
+        """
         weight = self.method.weight(self._modules[name]) if name in self._modules else None
         return weight if isinstance(weight, QuantizedWeight) else None
 

@@ -14,7 +14,7 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.converters.sources.quantized.gptq import Gptq
 from tridecode.converters.sources.quantized.settings import Settings
 
-#: settings that say how the weights were found: they do not change what is stored
+#: settings of the search for the weights: they do not change the stored format
 KNOWN = (
     "act_bits", "amp", "autoround_version", "backend", "batch_size", "bits", "block_name_to_quantize",
     "data_type", "dataset", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
@@ -29,7 +29,8 @@ _DENSE_BITS = 16
 
 def read_settings(settings: Settings) -> Gptq:
     """Raises UnsupportedError for another layout or number of bits, activations in 8 bits or fewer, rotated
-    weights, and modules that are stored in another way than the rest."""
+    weights, and modules that are stored in another way than the rest.
+    """
     bits = settings.choice("bits", (4, 8), 4)
     layout = settings.choice("packing_format", tuple(_FORMATS), "auto_round:auto_gptq")
     symmetric = settings.choice("sym", (True, False), True)

@@ -47,7 +47,8 @@ _KINDS = {
 @dataclass(frozen=True)
 class Scheme:
     """Weight format of a config group. kind: "int" or "float". group_size: 0: per channel or matrix.
-    symmetric: no zero points. activations: as in QuantizedWeight."""
+    symmetric: no zero points. activations: as in QuantizedWeight.
+    """
 
     form: str
     kind: str
@@ -213,7 +214,7 @@ def read_settings(settings: Settings) -> Method:
 
 
 def _refuse_transforms(settings: Settings) -> None:
-    """Rotations that are applied to activations while the model runs, and sparse containers."""
+    """Refuse rotations that are applied to activations at run time, and sparse containers."""
     transforms = settings.held.get("transform_config")
     if transforms:
         raise UnsupportedError(
@@ -251,7 +252,7 @@ def _scheme(settings: Settings, group: Settings) -> Scheme:
 
 
 def _activations(group: Settings, kind: str) -> str:
-    """Only that of W8A8: anything else is computed with activations as they are."""
+    """Return the activation format of W8A8; all other schemes are computed with unquantised activations."""
     if group.held.get("input_activations") is None:
         return ""
     inputs = group.section("input_activations")

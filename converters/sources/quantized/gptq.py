@@ -26,7 +26,7 @@ from tridecode.converters.sources.quantized.parts import (
 from tridecode.converters.sources.quantized.settings import Settings
 from tridecode.kernels.formats.quantized import QuantizedWeight
 
-#: settings that say how the weights were found, or for which kernel: they do not change what is stored
+#: settings of the search for the weights, or of the kernel: they do not change the stored format
 KNOWN = (
     "act_group_aware", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "bits",
     "cache_block_outputs", "checkpoint_format", "damp_auto_increment", "damp_percent", "dataset", "desc_act",
@@ -42,7 +42,8 @@ _LAYOUTS = ("gptq", "gptq_v2")
 @dataclass(frozen=True)
 class Gptq:
     """bits: 4 or 8. group_size: 0: all inputs. zero_offset: added to a stored zero. symmetric: all zeros
-    are half of the range."""
+    are half of the range.
+    """
 
     bits: int
     group_size: int
@@ -82,7 +83,7 @@ class Gptq:
         values = values.transpose(1, 2).flatten(0, 1)[:columns].t()
         scales = parts.scales("scales").t()
         zeros = unpacked_words(parts.read("qzeros"), self.bits).flatten(1)[:, :rows].t()
-        # a zero of 0 is stored as the largest value, which the addition turns back
+        # a zero of 0 is stored as the largest value; the addition wraps it back
         zeros = zeros + self.zero_offset & (1 << self.bits) - 1
         return unsigned_weight(self.bits, values, scales, zeros, self.group_size, self.groups(parts))
 

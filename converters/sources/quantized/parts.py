@@ -1,4 +1,4 @@
-"""The tensors of one quantised module, and what the methods share in reading them."""
+"""The tensors of one quantised module, and shared code to read them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Method(Protocol):
-    """How one method of quantisation stores a matrix.
+    """How one quantisation method stores a matrix.
 
-    title: for people. markers: ends of names, by which modules are found: each has a tensor of one of them.
-    parts: the ends of the names of the tensors that stand for `<module>.weight`.
+    title: for messages. markers: name endings that identify modules: each has a tensor with one of them.
+    parts: name endings of the tensors that replace `<module>.weight`.
     """
 
     @property
@@ -36,16 +36,17 @@ class Method(Protocol):
 
     @property
     def kept(self) -> Quantization | None:
-        """How a weight directory holds such matrices without rounding; act_order is not told by settings.
-        None: it cannot."""
+        """Return how a weight directory stores such matrices without rounding, or None if it cannot; settings
+        do not determine act_order.
+        """
         ...
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(out, in), after every part's shape and dtype was checked; contents are not read."""
+        """Return (out, in), after checking every part's shape and dtype; contents are not read."""
         ...
 
     def weight(self, parts: Parts) -> QuantizedWeight | Tensor:
-        """The matrix (out, in); float32 where QuantizedWeight has no format for it."""
+        """Return the matrix (out, in); float32 if QuantizedWeight has no format for it."""
         ...
 
     def groups(self, parts: Parts) -> Tensor | None:
@@ -85,7 +86,10 @@ class Parts:
         return self.tensors.read(f"{self.stem}.{part}")
 
     def scales(self, part: str, may_be_zero: bool = False) -> Tensor:
-        """A part as float32, finite and above 0. may_be_zero: for a method that has 0 for zeros."""
+        """Return a part as float32, finite and above 0.
+
+        may_be_zero: for a method that stores 0 for rows of zeros.
+        """
         scales = self.read(part).float()
         if not torch.isfinite(scales).all():
             self.fail(part, "holds NaN or infinity", "finite scales")

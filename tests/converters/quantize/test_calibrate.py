@@ -281,7 +281,7 @@ def test_a_pruned_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_weight_directory_is_refused(tmp_path: Path) -> None:
     planned_of("gpt2", tmp_path / "m").write(tmp_path / "w")
     planned = plan_conversion(open_checkpoint(tmp_path / "w"), "fp32")
-    with pytest.raises(UnsupportedError, match="weight directory; calibration wants the checkpoint"):
+    with pytest.raises(UnsupportedError, match="weight directory; calibration needs the checkpoint"):
         calibrate(planned, TEXTS, method_of("int4-gptq"))
 
 

@@ -298,7 +298,7 @@ def test_a_layer_that_tuning_makes_worse_stays_as_it_was_rounded(case: str, tmp_
     rounded = calibrated(planned, replace(method, tuning=None), sequences)
     found = calibrated(planned, method, sequences)
     (note,) = found.notes
-    assert "no smaller in layers 0, 1: they stay as they were rounded" in note
+    assert "no smaller in layers 0, 1: they keep their rounded values" in note
     assert all(after > before for before, after in found.output_errors)
     assert set(found.changed) == set(rounded.changed)
     for name, value in rounded.changed.items():
