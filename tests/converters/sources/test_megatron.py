@@ -186,7 +186,7 @@ DAMAGES = {
         lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\x03\x04"), "not a readable file of",
     ),
     "a tensor of one rank only": (drop_tensor, "tensor ranks 0 and 1 do not both have .*mlp.c_fc.bias"),
-    "an unknown tensor": (add_tensor, "has .*adaptor1.weight, not a known tensor"),
+    "an unknown tensor": (add_tensor, "has .*adaptor1.weight, which is not a known tensor"),
     "more layers than said": (lambda f: edit_args(f, num_layers=3), "holds 4 layers; its settings say 3"),
     "another vocabulary": (lambda f: edit_args(f, padded_vocab_size=50304), "336 rows .* 50304"),
     "no number of heads": (lambda f: edit_args(f, num_attention_heads="x"), "num_attention_heads = x"),

@@ -140,7 +140,10 @@ def entry(name: str, **fields) -> tarfile.TarInfo:
 HOSTILE = {
     "a path out of it": (entry("../../evil", size=3), "lies outside of it"),
     "an absolute path": (entry("/tmp/evil", size=3), "lies outside of it"),
-    "a link": (entry("model_weights.ckpt", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "not a regular file"),
+    "a link": (
+        entry("model_weights.ckpt", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        "not a regular file",
+    ),
     "a hard link": (entry("x", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "not a regular file"),
     "a device": (entry("x", type=tarfile.CHRTYPE, devmajor=1, devminor=3), "not a regular file"),
     "a pipe": (entry("x", type=tarfile.FIFOTYPE), "not a regular file"),
