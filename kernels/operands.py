@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from torch import Tensor
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.sampling_state import MOST_DRAFTS
-
-if TYPE_CHECKING:
-    from tridecode.kernels.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -185,6 +182,21 @@ class DecoderLayer:
     down: Linear
 
 
+class LinearOps(Protocol):
+    """The operation of `Ops` that computes one product."""
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Product:
     """The arguments of one `Ops.linear`."""
@@ -196,7 +208,7 @@ class Product:
     activation: str | None = None
     residual: Tensor | None = None
 
-    def compute(self, ops: Ops) -> None:
+    def compute(self, ops: LinearOps) -> None:
         """Compute `linear` of ops with these arguments."""
         norm, activation, residual = self.norm, self.activation, self.residual
         ops.linear(self.x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)

@@ -180,9 +180,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path) -> tuple[set[str], set[str]]:
-    """(modules of ours without the leading tridecode, top-level names of others) that a file imports anywhere
-    but under `if TYPE_CHECKING`."""
+def imports(path: Path, for_types: bool = False) -> tuple[set[str], set[str]]:
+    """Return (modules of ours without the leading tridecode, top-level names of others) that a file imports,
+    in functions, too. for_types: those under `if TYPE_CHECKING` count as well."""
     ours, others = set(), set()
     tree = ast.parse(path.read_text())
     hidden = {
@@ -190,6 +190,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
+        if not for_types
     }
     for node in ast.walk(tree):
         if id(node) in hidden:
@@ -233,6 +234,51 @@ def test_imports_point_downwards() -> None:
             if not any(target == prefix or target.startswith(prefix + ".") for prefix in allowed):
                 wrong.append(f"{path.relative_to(ROOT)} imports tridecode.{target}")
     assert not wrong, "\n".join(wrong)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for target in graph[module]:
+            if target not in number:
+                visit(target)
+                lowest[module] = min(lowest[module], lowest[target])
+            elif target in stack:
+                lowest[module] = min(lowest[module], number[target])
+        if lowest[module] == number[module]:
+            at = stack.index(module)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for module in graph:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(graph) == [["d", "e"], ["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports in functions and under `if TYPE_CHECKING` count: they hide circles, and do not open them."""
+    known = modules()
+    graph = {
+        module: {resolved(name, known) for name in imports(path, for_types=True)[0]} - {module, ""}
+        for module, path in known.items()
+    }
+    assert len(graph) > 400 and sum(map(len, graph.values())) > 2000
+    assert circles(graph) == []
 
 
 def test_only_doors_import_triton_and_the_service_asks_for_no_parent_process() -> None:

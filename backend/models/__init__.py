@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
 from tridecode.backend.configuration.model_config import MAX_POSITIONS, ModelConfig
 from tridecode.backend.models.config_ini import IniSection, common_keys, parse_ini, read_ini
-from tridecode.backend.models.ini_keys import refuse_misspelt, refuse_unread
+from tridecode.backend.models.ini_checks import refuse_misspelt, refuse_unread
 from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
 from tridecode.backend.models.quantization_ini import quantization_keys, read_quantization
 from tridecode.backend.weights.layout import WeightSpec

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.setting_values import Accepted
-
-if TYPE_CHECKING:
-    from tridecode.backend.models.config_ini import IniSection
 
 #: of the section of the model, e.g. [gpt]
 KEYS = {
@@ -128,39 +123,6 @@ LOCAL = "local_"
 # minimum similarity; below it: layer_norm_epsilon, which converters copied from Hugging Face, and
 # layernorm_eps
 _CUTOFF = 0.88
-
-
-def refuse_misspelt(section: IniSection) -> None:
-    """Raise ConfigError for a key that resembles one of KEYS that the section lacks.
-
-    Other unknown keys are ignored, as FasterTransformer does: some of its converters wrote their own options
-    and all of Hugging Face's config into the section.
-    """
-    absent = [key for key in (*KEYS, *NOT_READ) if key not in section.items]
-    for name in section.items:
-        meant = misspelt(name.removeprefix(LOCAL), absent)
-        if meant:
-            raise ConfigError(
-                f"{section.path}: [{section.name}] {name[:64]} is unknown; did you mean {meant}?"
-            )
-
-
-#: keys that FasterTransformer's converters wrote for models that do not read them
-_THEIRS = {
-    "model_name", "model_variant", "max_pos_seq_len", "layernorm_eps", "layernorm_type", "activation_type",
-    "has_positional_encoding", "has_pre_decoder_layernorm", "has_post_decoder_layernorm", "has_adapters",
-    "use_attention_linear_bias", "use_gptj_residual", "rotary_embedding",
-}  # fmt: skip
-
-
-def refuse_unread(section: IniSection, title: str) -> None:
-    """Raise ConfigError for one of our keys that changes other networks but was not read for this one."""
-    for name, text in section.items.items():
-        key = name.removeprefix(LOCAL)
-        if text.strip().lower() in ("", "false", "no", "off", "0", "0.0", "none"):
-            continue  # describes the network
-        if key in KEYS and key not in _THEIRS and name not in section.asked:
-            raise section.wrong(name, text[:80], f"no such key: {title} does not read it")
 
 
 def misspelt(name: str, absent: Iterable[str]) -> str | None:

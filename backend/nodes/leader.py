@@ -27,7 +27,8 @@ from tridecode.backend.nodes.rank_spread import NodeGpus, engine_index, first_de
 from tridecode.backend.nodes.remote import Node, NodeRankGroup
 from tridecode.backend.nodes.rendezvous import Search
 from tridecode.backend.supervisor.engine_settings import EngineSettings
-from tridecode.backend.supervisor.ranks import RankGroup, RankMessage
+from tridecode.backend.supervisor.rank import RankMessage
+from tridecode.backend.supervisor.ranks import RankGroup
 from tridecode.backend.wire.messages import BEAT_S, SILENCE_S, decode, encode
 
 RETRY_S = 1.0  # interval at which a port that is taken is tried again

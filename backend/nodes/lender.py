@@ -23,7 +23,7 @@ from tridecode.backend.nodes.launchers import NodePlace
 from tridecode.backend.nodes.node_messages import NodeOrder, NodeReport, RankLife
 from tridecode.backend.nodes.rank_spread import engine_index
 from tridecode.backend.nodes.rendezvous import Search
-from tridecode.backend.supervisor.ranks import LocalProcess, RankMessage
+from tridecode.backend.supervisor.rank import LocalProcess, RankMessage
 from tridecode.backend.wire.messages import BEAT_S, SILENCE_S, EngineState, decode, encode
 
 FAILED_RETRY_S = 60.0  # after an error that would recur; a new door shortens it

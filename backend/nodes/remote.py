@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tridecode.backend.nodes.node_messages import NodeReport, RankLife
-from tridecode.backend.supervisor.ranks import Failure, LocalProcess, RankGroup, RankProcess
+from tridecode.backend.supervisor.blame import Failure
+from tridecode.backend.supervisor.rank import LocalProcess, RankProcess
+from tridecode.backend.supervisor.ranks import RankGroup
 from tridecode.backend.wire.messages import SILENCE_S
 
 FRESH_S = 1.5  # six heartbeats: a node heard within this time is present

@@ -9,13 +9,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tridecode.backend.supervisor import processes
+from tridecode.backend.supervisor.rank import Rank
 from tridecode.backend.wire.messages import SILENCE_S
-
-if TYPE_CHECKING:
-    from tridecode.backend.supervisor.ranks import Rank
 
 EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
 LOST_GRACE_S = 1.5  # a rank that lost another one is not blamed before this time

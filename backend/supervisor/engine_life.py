@@ -16,8 +16,10 @@ import math
 from collections.abc import Callable
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.supervisor.blame import Failure
 from tridecode.backend.supervisor.engine_settings import EngineSettings
-from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
+from tridecode.backend.supervisor.rank import RankMessage
+from tridecode.backend.supervisor.ranks import RankGroup
 from tridecode.backend.wire.messages import EngineState
 
 FAILED_RETRY_S = 60.0  # a file may have been restored without a visible change

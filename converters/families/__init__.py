@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import Callable
 
 import torch
 from torch.nn import Module
@@ -21,9 +21,7 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.gguf.rules import GgufRules
 from tridecode.converters.rules import Rule
-
-if TYPE_CHECKING:
-    from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.sources import Checkpoint
 
 
 @dataclass(frozen=True)

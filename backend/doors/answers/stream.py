@@ -7,22 +7,21 @@ them. The door therefore bounds the bytes that a request may have queued there (
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Callable, Protocol
+from typing import Any, Callable, Protocol
 
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
-from tridecode.backend.doors.monitoring.request_times import RequestTimes
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
 from tridecode.backend.service.client_request import FAILURES, ClientRequest
+from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.service.error_texts import internal_error, public_text, with_label
 from tridecode.backend.wire.messages import Event
-
-if TYPE_CHECKING:
-    from tridecode.backend.doors.answers.senders import Senders
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 #: bytes that the server keeps per response in addition to its tensors: names, shapes, parameters
@@ -42,6 +41,29 @@ class Answer(Protocol):
 
         A response may be built before the previous one is sent, so they must not share an array that changes.
         """
+
+
+class SenderThread(Protocol):
+    """The thread that sends the responses of a stream (senders.py)."""
+
+    inbox: queue.SimpleQueue[Stream | None]
+    gaps: GapCounts
+    response_s: float
+
+    def measure(self, seconds: float) -> None: ...
+
+
+class Senders(Protocol):
+    """The sender threads of a door (senders.py)."""
+
+    link: EngineLink
+    behind_s: float
+
+    def assign(self) -> SenderThread: ...
+
+    def budget(self) -> int: ...
+
+    def ended(self, stream: Stream, outcome: str) -> None: ...
 
 
 class Stream(ClientRequest):

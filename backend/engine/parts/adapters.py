@@ -8,8 +8,8 @@ from typing import Any, Optional
 import msgspec
 import numpy as np
 
-from tridecode.backend.engine.parts.part import StepPart, ints, read, read_ints
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.parts.encoding import ints, read, read_ints
+from tridecode.backend.engine.step.plan import StepPart, StepPlan
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.engine.parts.part import Commit, StepPart, ints, read, read_ints
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.parts.encoding import ints, read, read_ints
+from tridecode.backend.engine.step.plan import Commit, StepPart, StepPlan
 from tridecode.backend.wire.sampling_params import MAX_BEAMS
 
 
@@ -71,7 +71,7 @@ class BeamRows(StepPart):
     def commit(self, step: Commit, found: tuple[np.ndarray, np.ndarray]) -> None:
         rows = self.rows.tolist()
         step.taken += rows
-        step.scheduler.take_candidates([step.sampled[row] for row in rows], *found)
+        step.handlers[BeamRows]([step.sampled[row] for row in rows], found)
 
     def digest(self, tokens: np.ndarray, found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         """Return a digest of the candidates, since beams have no sampled token."""

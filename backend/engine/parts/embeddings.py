@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.engine.parts.part import Commit, StepPart, read
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.parts.encoding import read
+from tridecode.backend.engine.step.plan import Commit, StepPart, StepPlan
 
 _decoder = msgspec.msgpack.Decoder(list[tuple[int, int]])
 

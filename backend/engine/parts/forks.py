@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tridecode.backend.engine.parts.part import StepPart, read
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.parts.encoding import read
+from tridecode.backend.engine.step.plan import StepPart, StepPlan
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from tridecode.backend.engine.parts.part import StepPart, read
+from tridecode.backend.engine.parts.encoding import read
 from tridecode.backend.engine.prompt_tables.plan import StepPrompts, check_prompts
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import StepPart, StepPlan
 
 _decoder = msgspec.msgpack.Decoder(StepPrompts)
 

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.engine.parts.part import Commit, StepPart, ints, read, read_ints
+from tridecode.backend.engine.parts.encoding import ints, read, read_ints
 from tridecode.backend.engine.schedule.sequence import Stage
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import Commit, StepPart, StepPlan
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -95,17 +95,17 @@ class ReturnedLogits(StepPart):
         plan = step.plan
         for wanted, logits in zip(self.rows, found.rows):
             sequence = plan.sequences[wanted.row]
-            if sequence.extras is None or sequence.stage is Stage.ENDED:
+            if sequence.extra_outputs is None or sequence.stage is Stage.ENDED:
                 continue
             if wanted.targets is None:
-                sequence.extras.context.append(_bytes(logits))
+                sequence.extra_outputs.context.append(_bytes(logits))
             else:
-                sequence.extras.log_prob += float(logits)
+                sequence.extra_outputs.log_prob += float(logits)
         if found.samples is not None:
             for index, logits in zip(self.samples, found.samples):
                 sequence = step.sampled[index]
-                if sequence.extras is not None and sequence.stage is not Stage.ENDED:
-                    sequence.extras.generation.append(_bytes(logits))
+                if sequence.extra_outputs is not None and sequence.stage is not Stage.ENDED:
+                    sequence.extra_outputs.generation.append(_bytes(logits))
         step.news += [plan.sequences[wanted.row] for wanted in self.rows if not plan.samples[wanted.row]]
 
 

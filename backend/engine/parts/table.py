@@ -7,11 +7,11 @@ from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.parts.forks import Forks
-from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
 from tridecode.backend.engine.parts.shadow import ShadowRuns
 from tridecode.backend.engine.parts.top_tokens import TopTokens
+from tridecode.backend.engine.step.plan import StepPart
 
 _PARTS: list[type[StepPart]] = [
     PromptTables,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tridecode.backend.engine.parts.part import Commit, StepPart, ints, read, read_ints
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.parts.encoding import ints, read, read_ints
+from tridecode.backend.engine.step.plan import Commit, StepPart, StepPlan
 from tridecode.backend.wire.messages import TopLogProbs
 
 _decoder = msgspec.msgpack.Decoder(bytes)

@@ -11,11 +11,10 @@ computation starts after it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.prompt_tables.plan import PrefixCopy, StepPrompts, TableUpload, VirtualTokens
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
 from tridecode.backend.wire.messages import Submit
@@ -24,23 +23,6 @@ from tridecode.backend.wire.prompt_tables import TABLE_DTYPES, not_finite
 
 #: bytes of the tables that one plan carries; a single table may be larger
 _STEP_BYTES = MAX_TABLE_BYTES
-
-
-@dataclass
-class HeldPrompt:
-    """The table of a group.
-
-    number: id in plans. vocab_size: ids from it on are rows. values: a request's table, until it is sent.
-    """
-
-    number: int
-    is_prefix: bool
-    rows: int
-    vocab_size: int
-    dtype: str = ""
-    values: bytes = b""
-    size: int = 0  # bytes of a request's table; 0: a task's table
-    sent: bool = True
 
 
 class PromptBook:

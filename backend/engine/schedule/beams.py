@@ -99,7 +99,7 @@ class BeamSearch:
         for beam in running:
             beam.sequence = first or self.first.split(self.first.index)
             if first is None:
-                beam.sequence.extras = None  # those of the prompt are the first one's
+                beam.sequence.extra_outputs = None  # those of the prompt are the first one's
             beam.sequence.output, first = beam.output, None
         self.is_over = not running
 
@@ -161,9 +161,9 @@ class BeamSearch:
         if i > 0:
             return Event(self.group.request, self.first.index + i, finish=finish, **fields)
         embedding = self.embedding + self.first.take_embedding()
-        extras, self.embedding = self.first.extras, b""
+        extra_outputs, self.embedding = self.first.extra_outputs, b""
         has_token = any(beam.output for beam in (*self.beams, *self.pool))
-        extra = extras.take(self.params, has_token, bool(finish)) if extras else None
+        extra = extra_outputs.take(self.params, has_token, bool(finish)) if extra_outputs else None
         return Event(
             self.group.request,
             self.first.index,
@@ -275,7 +275,7 @@ class BeamSearch:
             beam.sequence = sequence
             if id(sequence) in taken:
                 beam.sequence = sequence.split(sequence.index)
-                beam.sequence.extras = None  # those of the prompt are the first one's
+                beam.sequence.extra_outputs = None  # those of the prompt are the first one's
                 self.branch(sequence, beam.sequence)
             taken.add(id(sequence))
         for beam, _ in running:

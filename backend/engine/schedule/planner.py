@@ -11,7 +11,6 @@ from tridecode.backend.engine.cache.sessions import Held
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.parts.forks import Forks
-from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.prompt_tables.book import PromptBook, vocabulary_tokens
@@ -20,7 +19,7 @@ from tridecode.backend.engine.schedule.admission import Counters, LazyHeap, Sche
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner, beam_rows
 from tridecode.backend.engine.schedule.prompt_spread import Spread
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
-from tridecode.backend.engine.step.plan import SlotStart, StepPlan
+from tridecode.backend.engine.step.plan import SlotStart, StepPart, StepPlan
 
 #: Where sequences queue for slots, a share of 1 / HELD_SHARE of all slots is filled at once, after HELD_STEPS
 #: steps at the latest: a step with prompts costs 1.5 ms more than its tokens (LLaMA-3-8B on an H200), a slot
@@ -92,7 +91,7 @@ class Planner:
         self._steps = 0
         self._held = 0  # steps since sequences began to wait for more free slots
         self._spread = Spread(limits)
-        self.num_extras = 0  # open sequences that have `extras`; kept by the scheduler
+        self.num_extra_outputs = 0  # open sequences with extra_outputs; the scheduler counts them
 
     def wait(self, sequence: Sequence) -> None:
         self.waiting.push(sequence.order, sequence)
@@ -382,7 +381,7 @@ class Planner:
             parts=parts,
             sequences=sequences,
         )
-        if self.num_extras:
+        if self.num_extra_outputs:
             extras.note_step(plan, chunks)
         if self.beams.running:
             _mark_beams(plan)

@@ -12,9 +12,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.engine.schedule.beams import BeamSearch
-from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup, Stage
-from tridecode.backend.engine.schedule.sequence_outputs import Extras
+from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
+from tridecode.backend.engine.schedule.sequence import Finish, Search, Sequence, SequenceGroup, Stage
 from tridecode.backend.wire.beam_tree import BeamTree
 from tridecode.backend.wire.messages import BeamStep, Sent, Submit
 from tridecode.backend.wire.sampling_params import SamplingParams
@@ -86,7 +85,7 @@ def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
         else:
             sequence.output = _tokens(one).tolist()
             sequence.embedding_done = sequence.embedding_done or bool(sequence.output)
-            _restore_extras(sequence, one, vocab_size)
+            _restore_extra_outputs(sequence, one, vocab_size)
 
 
 def end_of(sequence: Sequence) -> Finish | None:
@@ -97,9 +96,9 @@ def end_of(sequence: Sequence) -> Finish | None:
     return sequence.append(last)
 
 
-def _restore_beams(search: BeamSearch, sent: Sent, vocab_size: int) -> None:
+def _restore_beams(search: Search, sent: Sent, vocab_size: int) -> None:
     tree = BeamTree()
-    _restore_extras(search.first, sent, vocab_size)
+    _restore_extra_outputs(search.first, sent, vocab_size)
     if sent.steps:
         for step in sent.steps:
             tree.take(step)
@@ -107,23 +106,23 @@ def _restore_beams(search: BeamSearch, sent: Sent, vocab_size: int) -> None:
         search.restore(tree.beams)
 
 
-def _restore_extras(sequence: Sequence, sent: Sent, vocab_size: int) -> None:
-    extras = sequence.extras
-    if extras is None:
+def _restore_extra_outputs(sequence: Sequence, sent: Sent, vocab_size: int) -> None:
+    extra = sequence.extra_outputs
+    if extra is None:
         return
     if sequence.output or sent.steps:
-        extras.planned = len(sequence.prompt)
+        extra.planned = len(sequence.prompt)
     elif sent.context_rows:
-        extras.planned = max(extras.planned, _position(sequence.prompt, sent.context_rows, vocab_size))
+        extra.planned = max(extra.planned, _position(sequence.prompt, sent.context_rows, vocab_size))
     if sent.perf is not None:
-        _restore_perf(extras, sent)
+        _restore_perf(extra, sent)
 
 
-def _restore_perf(extras: Extras, sent: Sent) -> None:
+def _restore_perf(extra: ExtraOutputs, sent: Sent) -> None:
     assert sent.perf is not None
-    extras.arrived_ns, extras.scheduled_ns = sent.perf.arrival_ns, sent.perf.first_scheduled_ns
-    extras.first_ns, extras.last_ns = sent.perf.first_token_ns, sent.perf.last_token_ns
-    extras.blocks, extras.reused = sent.perf.new_blocks + sent.perf.reused_blocks, sent.perf.reused_blocks
+    extra.arrived_ns, extra.scheduled_ns = sent.perf.arrival_ns, sent.perf.first_scheduled_ns
+    extra.first_ns, extra.last_ns = sent.perf.first_token_ns, sent.perf.last_token_ns
+    extra.blocks, extra.reused = sent.perf.new_blocks + sent.perf.reused_blocks, sent.perf.reused_blocks
 
 
 def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:

@@ -19,7 +19,7 @@ from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
 from tridecode.backend.engine.parts.adapters import drop_adapters
-from tridecode.backend.engine.parts.part import Commit
+from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
 from tridecode.backend.engine.schedule import resumption
 from tridecode.backend.engine.schedule.admission import (
@@ -29,10 +29,10 @@ from tridecode.backend.engine.schedule.admission import (
     check_room,
     fault_of,
 )
-from tridecode.backend.engine.schedule.beams import BeamSearch
 from tridecode.backend.engine.schedule.planner import Planner
 from tridecode.backend.engine.schedule.sequence import (
     Finish,
+    Search,
     Sequence,
     SequenceGroup,
     Stage,
@@ -40,13 +40,13 @@ from tridecode.backend.engine.schedule.sequence import (
     no_token_error,
 )
 from tridecode.backend.engine.schedule.sequence_outputs import (
-    Extras,
+    ExtraOutputs,
     LogitsBudget,
     check_round,
     needs_prompt,
-    wants_extras,
+    wants_extra_outputs,
 )
-from tridecode.backend.engine.step.plan import NO_TOKEN, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import NO_TOKEN, Commit, Handler, StepPart, StepPlan, StepResult
 from tridecode.backend.wire.messages import BeamStep, Event, Sent, SequenceRequest, Submit
 
 
@@ -74,6 +74,7 @@ class Scheduler:
         self._deadlines: LazyHeap[SequenceGroup] = LazyHeap(lambda group: bool(group.sequences))
         self._events: list[tuple[bytes, Event]] = []
         self._arrivals = 0
+        self._handlers: dict[type[StepPart], Handler] = {BeamRows: self._take_candidates}
         self._logits = LogitsBudget(limits.max_logits_bytes, limits.vocab_size)
         #: callbacks for each sequence that ends, and the first of each beam search; None: the search is over
         self.on_end: list[Callable[[Sequence, Finish | None], None]] = []
@@ -163,8 +164,8 @@ class Scheduler:
         params = wanted.params
         sequence = Sequence(group, index, params)
         self.prompts.hold(group, wanted.learned)
-        if wants_extras(params):
-            sequence.extras = Extras()
+        if wants_extra_outputs(params):
+            sequence.extra_outputs = ExtraOutputs()
         if params.beam_width > 1:
             self.planner.beams.start(sequence)
         elif params.num_return_sequences > 1:
@@ -173,7 +174,7 @@ class Scheduler:
             resumption.restore(group, sent, self.limits.vocab_size)
         if group.sequences:
             self._num_open += len(group.sequences) if group.search is None else group.search.width
-        self.planner.num_extras += sum(one.extras is not None for one in group.sequences)
+        self.planner.num_extra_outputs += sum(one.extra_outputs is not None for one in group.sequences)
         if sent and not self._goes_on(group):
             return
         if params.max_tokens == 0 and not needs_prompt(params):
@@ -209,7 +210,7 @@ class Scheduler:
         """
         child, finish = parent.split(index), None
         self._num_open += 1
-        self.planner.num_extras += child.extras is not None
+        self.planner.num_extra_outputs += child.extra_outputs is not None
         if token is not None:
             child.output.pop()
             finish = child.append(token)
@@ -273,7 +274,7 @@ class Scheduler:
             sampled = [sequence for sequence, count in zip(sampled, plan.samples) if count]
         tokens, all_log_probs, news = result.tokens.tolist(), result.log_probs.tolist(), []
         if plan.parts:
-            step = Commit(self, plan, sampled)
+            step = Commit(plan, sampled, self._handlers)
             for part, found in zip(plan.parts, result.parts):
                 if found is not None:
                     part.commit(step, found)
@@ -303,7 +304,7 @@ class Scheduler:
         if self.limits.micro_batches > 1:
             self.planner.resume(sampled)
         for sequence in news:
-            if sequence.stage is not Stage.ENDED and sequence.extras is not None and sequence.extras.has_news:
+            if sequence.stage is not Stage.ENDED and sequence.has_news:
                 self._emit(sequence, [], [])
         return self.take_events()
 
@@ -321,10 +322,10 @@ class Scheduler:
             elif sequence.stage is not Stage.WAITING:  # a beam whose group has been preempted already
                 self.planner.preempt(sequence)
 
-    def take_candidates(self, beams: list[Sequence], ids: np.ndarray, log_probs: np.ndarray) -> None:
+    def _take_candidates(self, beams: list[Sequence], found: tuple[np.ndarray, np.ndarray]) -> None:
         """Hand each beam of a step its candidates, a row of ids and of log_probs (n, W), most likely first; a
         group whose beams all have theirs advances."""
-        for sequence, mine, likely in zip(beams, ids, log_probs):
+        for sequence, mine, likely in zip(beams, *found):
             sequence.in_flight -= 1
             search, most = sequence.group.search, 2 * sequence.params.beam_width
             if sequence.stage is not Stage.DRAINING or search is None:  # ended or preempted since
@@ -334,7 +335,7 @@ class Scheduler:
             elif search.take(sequence, mine[:most], likely[:most]):
                 self._advance(sequence.group, search)
 
-    def _advance(self, group: SequenceGroup, search: BeamSearch) -> None:
+    def _advance(self, group: SequenceGroup, search: Search) -> None:
         """One step of a beam search, and its event or its end."""
         try:
             step = search.advance()
@@ -369,7 +370,7 @@ class Scheduler:
             sequence.stage = Stage.ENDED
         group.sequences.clear()
         self._num_open -= search.width
-        self.planner.num_extras -= search.first.extras is not None
+        self.planner.num_extra_outputs -= search.first.extra_outputs is not None
         self._forget(group)
         self._events += [(group.door, event) for event in search.last_events(finish, error, step)]
 
@@ -395,7 +396,7 @@ class Scheduler:
         self.planner.leave(sequence)
         sequence.stage = Stage.ENDED
         self._num_open -= 1
-        self.planner.num_extras -= sequence.extras is not None
+        self.planner.num_extra_outputs -= sequence.extra_outputs is not None
         group = sequence.group
         group.sequences.remove(sequence)
         if not group.sequences:
@@ -436,8 +437,8 @@ class Scheduler:
         group, embedding, extra = sequence.group, b"", None
         if sequence.embedding is not None and (tokens or finish):  # else a chunk of the prompt may be missing
             embedding = sequence.take_embedding()
-        if sequence.extras is not None:
-            extra = sequence.extras.take(sequence.params, bool(tokens), bool(finish))
+        if sequence.extra_outputs is not None:
+            extra = sequence.extra_outputs.take(sequence.params, bool(tokens), bool(finish))
         tops = sequence.take_top() if sequence.top is not None and tokens else []
         event = Event(
             group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra,

@@ -5,20 +5,18 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from tridecode.backend.base.errors import RequestError
+from tridecode.backend.base.errors import RequestError, TridecodeError
 from tridecode.backend.engine.cache.sessions import SessionRow
-from tridecode.backend.wire.messages import TopLogProbs
+from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
+from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
+from tridecode.backend.wire.beam_tree import BeamText
+from tridecode.backend.wire.messages import BeamStep, Event, TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from tridecode.backend.engine.prompt_tables.book import HeldPrompt
-    from tridecode.backend.engine.schedule.beams import BeamSearch
-    from tridecode.backend.engine.schedule.sequence_outputs import Extras
 
 
 class Finish(str, enum.Enum):
@@ -39,6 +37,29 @@ class Stage(enum.Enum):
     DRAINING = 3  # its last token is in flight
     ENDED = 4
     AWAITED = 5  # as DECODE, but its newest token is in flight and must be known first: of micro-batches
+
+
+class Search(Protocol):
+    """The beam search of a group (beams.BeamSearch)."""
+
+    first: Sequence
+    params: SamplingParams
+    width: int
+    is_over: bool
+
+    def take(self, sequence: Sequence, ids: np.ndarray, log_probs: np.ndarray) -> bool: ...
+
+    def forget(self) -> None: ...
+
+    def restore(self, texts: list[BeamText]) -> None: ...
+
+    def advance(self) -> BeamStep: ...
+
+    def event(self, step: BeamStep) -> Event: ...
+
+    def last_events(
+        self, finish: Finish | None, error: TridecodeError | None, step: BeamStep | None
+    ) -> list[Event]: ...
 
 
 @dataclass(eq=False)
@@ -68,7 +89,7 @@ class SequenceGroup:
     #: samples that wait until the first sequence has computed the prompt
     followers: list[Sequence] = field(default_factory=list)
     has_samples: bool = False  # more than one sequence from the start
-    search: BeamSearch | None = None  # of a beam search; `sequences` are the beams that run
+    search: Search | None = None  # set for a beam search; `sequences` are the beams that run
     arrived: float = field(default_factory=time.monotonic)
     queued_s: float = 0.0  # until its first admission; 0.0 before it, and once an event has told it
 
@@ -107,7 +128,7 @@ class Sequence:
     embedding: np.ndarray | None = None
     embedding_done: bool = False
     top: TopLogProbs | None = None  # of the token that is committed now
-    extras: Extras | None = None  # where it wants logits or metrics
+    extra_outputs: ExtraOutputs | None = None  # set if it wants logits or metrics
 
     def __post_init__(self) -> None:
         self.prompt = self.group.prompt
@@ -181,12 +202,19 @@ class Sequence:
         top, self.top = self.top, None
         return [] if top is None else [top]
 
+    @property
+    def has_news(self) -> bool:
+        """Return whether a result must not wait for the next token."""
+        return self.extra_outputs is not None and self.extra_outputs.has_news
+
     def split(self, index: int) -> Sequence:
         """A sequence of the same group with the same tokens, without slot and blocks."""
         self.group.num_forks += 1
         child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
         child.embedding_done = True  # its parent's
-        child.extras = self.extras.split(self) if self.extras is not None else None
+        child.extra_outputs = (
+            self.extra_outputs.split(len(self.prompt)) if self.extra_outputs is not None else None
+        )
         return child
 
     def restart(self) -> None:
@@ -213,6 +241,6 @@ def add_samples(first: Sequence) -> None:
         seed = (params.seed + i) % 2**64
         sample = Sequence(group, first.index + i, msgspec.structs.replace(params, seed=seed), i)
         sample.embedding_done = True  # the first one's
-        if first.extras is not None:
-            sample.extras = first.extras.split(sample)
+        if first.extra_outputs is not None:
+            sample.extra_outputs = first.extra_outputs.split(len(sample.prompt))
         group.followers.append(sample)

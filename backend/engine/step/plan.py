@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 
-from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.wire.sampling_params import SamplingParams
-
-P = TypeVar("P", bound=StepPart)
 
 
 @dataclass
@@ -27,6 +26,46 @@ class SlotStart:
     history: np.ndarray
     generated: int
     top_p: float
+
+
+class StepPart:
+    """One optional feature in one step: its bytes in the plan frame, and how its results are filed.
+
+    Base of the classes in engine/parts; their device side is in device/parts. A plan has at most one part of
+    each class.
+    """
+
+    #: names the part in a plan frame
+    tag: ClassVar[str]
+
+    @property
+    def captures(self) -> bool:
+        """Return whether the step may run as a CUDA graph."""
+        return False
+
+    def encode(self) -> Any:
+        """Return the part as a value that msgspec can encode."""
+        raise NotImplementedError
+
+    @classmethod
+    def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> StepPart:
+        """Return the part of a frame for this plan, whose own fields are complete.
+
+        Raises TridecodeError, whose text begins with `where`, for a value or a length that does not fit.
+        """
+        raise NotImplementedError
+
+    def commit(self, step: Commit, found: Any) -> None:
+        """Apply the result of the device side, which is not None."""
+
+    def digest(self, tokens: np.ndarray, found: Any) -> np.ndarray:
+        """Return int32 values that the ranks compare after a step, given its tokens and this part's
+        result.
+        """
+        return tokens
+
+
+P = TypeVar("P", bound=StepPart)
 
 
 @dataclass
@@ -91,3 +130,23 @@ class StepResult:
     tokens: np.ndarray
     log_probs: np.ndarray
     parts: list[Any] = field(default_factory=list)
+
+
+#: files the result of the parts of one class; a scheduler passes one for each class whose results it needs
+Handler = Callable[[list, Any], None]
+
+
+@dataclass
+class Commit:
+    """A step whose results are being filed.
+
+    sampled: the sequence of each sample. handlers: by the class of the part. taken: indices of the samples
+    that a part has dealt with, for which the scheduler does nothing more. news: sequences that may have
+    results which no token's event carries.
+    """
+
+    plan: StepPlan
+    sampled: list
+    handlers: Mapping[type[StepPart], Handler] = field(default_factory=dict)
+    taken: list[int] = field(default_factory=list)
+    news: list = field(default_factory=list)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.engine.parts.part import ints, read_ints
+from tridecode.backend.engine.parts.encoding import ints, read_ints
 from tridecode.backend.engine.parts.table import PARTS
 from tridecode.backend.engine.step.plan import SlotStart, StepPlan
 from tridecode.backend.wire.sampling_params import SamplingParams

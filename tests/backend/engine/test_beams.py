@@ -493,4 +493,4 @@ def test_the_context_embedding_and_log_prob_come_with_the_beams() -> None:
     alone = offline.generate([PROMPT], SamplingParams(max_tokens=1, **wanted))[0]
     beams = offline.generate([PROMPT], SamplingParams(max_tokens=5, beam_width=3, **wanted))[0]
     assert np.array_equal(alone.embedding, beams.embedding) and len(beams.sequences) == 3
-    assert offline.scheduler.planner.num_extras == 0
+    assert offline.scheduler.planner.num_extra_outputs == 0

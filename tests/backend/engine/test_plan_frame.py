@@ -16,13 +16,12 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.parts.forks import Forks
-from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.parts.returned_logits import FoundLogits, ReturnedLogits
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.schedule.sequence import Stage
 from tridecode.backend.engine.step import plan_frame
-from tridecode.backend.engine.step.plan import SlotStart, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import SlotStart, StepPart, StepPlan, StepResult
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 ROOT = Path(__file__).resolve().parents[3]

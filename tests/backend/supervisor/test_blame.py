@@ -15,7 +15,7 @@ from tridecode.backend.supervisor.blame import (
     find_cause,
 )
 from tridecode.backend.supervisor.digests import DIGEST_GRACE_S, Digests
-from tridecode.backend.supervisor.ranks import Rank
+from tridecode.backend.supervisor.rank import Rank
 from tridecode.backend.wire import messages as m
 
 NOW = 1000.0

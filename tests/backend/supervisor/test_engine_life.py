@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.supervisor.blame import Failure
 from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings
-from tridecode.backend.supervisor.ranks import Failure
 
 
 class Group:

@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
-from tridecode.backend.engine.parts.part import StepPart
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import StepPart, StepPlan
 from tridecode.backend.models.context import Context
 from tridecode.kernels.ops import Ops
 

@@ -1,0 +1,58 @@
+"""Outputs of one sequence besides its tokens: logits, the prompt's log probability, metrics. No torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tridecode.backend.wire.messages import EventExtra, Perf
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+
+@dataclass
+class ExtraOutputs:
+    """The outputs of one sequence besides its tokens.
+
+    planned: positions of the prompt whose logits were planned; they run once, also if the sequence is
+    preempted. The others are results that no event has carried yet.
+
+    context: (n, V) float32 bytes. generation: (n, V) float32 bytes. log_prob: of the prompt so far.
+    """
+
+    planned: int = 0
+    arrived_ns: int = field(default_factory=time.time_ns)
+    scheduled_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    blocks: int = 0  # most cache blocks held at a time
+    reused: int = 0  # of them, found in the cache
+    context: list[bytes] = field(default_factory=list)
+    generation: list[bytes] = field(default_factory=list)
+    log_prob: float = 0.0
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether a result must not wait for the next token."""
+        return bool(self.context)
+
+    def split(self, prompt_tokens: int) -> ExtraOutputs:
+        """Return those of a fork, whose parent returns what belongs to the prompt."""
+        return ExtraOutputs(prompt_tokens, self.arrived_ns, self.scheduled_ns)
+
+    def take(self, params: SamplingParams, has_token: bool, finished: bool) -> EventExtra | None:
+        """Return what the next event carries, or None."""
+        perf = self._perf(has_token) if params.return_perf_metrics and (has_token or finished) else None
+        log_prob, self.log_prob = self.log_prob, 0.0
+        context, self.context = self.context, []
+        generation, self.generation = self.generation, []
+        if not (context or generation or log_prob or perf):
+            return None
+        return EventExtra(b"".join(context), b"".join(generation), log_prob, perf)
+
+    def _perf(self, has_token: bool) -> Perf:
+        """Return the metrics so far: a door may end the text before the engine does."""
+        if has_token:
+            self.last_ns = time.time_ns()
+            self.first_ns = self.first_ns or self.last_ns
+        new = self.blocks - self.reused
+        return Perf(self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns, new, self.reused)
