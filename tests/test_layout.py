@@ -95,6 +95,7 @@ ALLOWED = {
     "backend.front": {
         "backend.front",
         "backend.base",
+        "backend.chat",
         "backend.configuration",
         "backend.doors.monitoring.metric_table",
         "backend.doors.monitoring.request_log",

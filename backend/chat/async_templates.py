@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -85,6 +86,13 @@ class AsyncTemplateRenderer:
         self._drop_child()
         if self._ends:
             await asyncio.wait(self._ends)
+
+    def kill(self) -> None:
+        """End the child without waiting for it; nobody renders any more. Any thread."""
+        self._closed = True
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                self._child.process.kill()
 
     def _next(self) -> None:
         """Send the next request, if the child is free."""

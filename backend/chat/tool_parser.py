@@ -100,7 +100,7 @@ class ToolCallParser:
 
     def finish_reason(self, reason: str) -> str:
         """OpenAI's finish_reason. reason: why the text ended."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        return "tool_calls" if self.calls and (reason == "stop" or self.finished) else reason
 
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []

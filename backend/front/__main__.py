@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tridecode.backend.base import log_format
 from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.chat.tool_formats import find_format
 from tridecode.backend.front.access import Keys, digest_of
 from tridecode.backend.front.counts import shared_counts
 from tridecode.backend.front.master import Master, open_port
@@ -36,6 +37,7 @@ class FrontArguments:
     workers: int = 1
     served_model_name: tuple[str, ...] = ()
     chat_template: str = ""
+    tool_call_parser: str = ""
     cors: tuple[str, ...] = ()
     api_key: tuple[str, ...] = ()
     api_key_file: str = ""
@@ -49,6 +51,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         raise ConfigError(f"--workers is {arguments.workers}; wanted 1 to {MAX_WORKERS}")
     if arguments.chat_template and not Path(arguments.chat_template).is_file():
         raise ConfigError(f"--chat-template is {arguments.chat_template}; there is no such file")
+    find_format("", arguments.tool_call_parser or None)
     engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
     values = read_repository(engine_dir)
     owner, guest = arguments.owner, bool(arguments.owner)
@@ -65,6 +68,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         workers=arguments.workers,
         names=arguments.served_model_name,
         chat_template=os.path.abspath(arguments.chat_template) if arguments.chat_template else "",
+        tool_call_parser=arguments.tool_call_parser,
         cors=arguments.cors,
         key_digests=digests,
         key_file=arguments.api_key_file,
@@ -87,7 +91,7 @@ def run(arguments: FrontArguments) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tridecode.backend.front", description=__doc__)
     parser.add_argument("repository", type=Path)
-    for name in ("host", "chat-template", "api-key-file", "engine-model", "owner"):
+    for name in ("host", "chat-template", "tool-call-parser", "api-key-file", "engine-model", "owner"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     for name in ("port", "workers"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)

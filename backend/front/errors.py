@@ -101,7 +101,7 @@ def api_error(error: Exception, names: Iterable[str] = ()) -> ApiError:
         )
     kind = next(kind for kind in _KINDS if isinstance(error, kind.error))
     text = public_text(str(error))
-    param = param_of(text, set(names)) if kind.status == 400 else None
+    param = getattr(error, "param", None) or (param_of(text, set(names)) if kind.status == 400 else None)
     headers = {"retry-after": str(kind.retry_s)} if kind.retry_s else {}
     return ApiError(kind.status, text, kind=kind.type, param=param, code=kind.code, headers=headers)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.front.chat_prompts import ChatPrompts
 from tridecode.backend.front.errors import ApiError, shown
 from tridecode.backend.front.reading import Bells, Reader
 from tridecode.backend.front.settings import FrontSettings
@@ -19,6 +20,8 @@ from tridecode.backend.service.text_tokenizer import TextTokenizer
 from tridecode.backend.supervisor.processes import ProcessId, alive
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import EngineBeat, EngineState, Limits
+
+_log = logging.getLogger("tridecode.front")
 
 
 class FrontOwner(Owner):
@@ -49,6 +52,7 @@ class ServedModel:
         self.tokenizer = TextTokenizer(
             Path(settings.tokenizer_dir), "the tokenizer's folder", settings.skip_special_tokens
         )
+        template = Path(settings.chat_template) if settings.chat_template else None
         self._engines = [
             TextService(
                 engine,
@@ -56,15 +60,14 @@ class ServedModel:
                 settings.stop_ids,
                 settings.max_prompt_bytes,
                 settings.max_request_bytes,
-                Path(settings.chat_template) if settings.chat_template else None,
+                template,
             )
             for engine in engines
         ]
         self._open = [0] * len(engines)
         self._bells = bells
         self._token_texts: dict[bool, TokenTexts] = {}
-        #: renders chat templates, which takes 0.3 ms and may take seconds
-        self.renderer = ThreadPoolExecutor(1, "render")
+        self.chats = ChatPrompts(self.tokenizer.folder, template, settings.tool_call_parser)
 
     @classmethod
     def connect(cls, settings: FrontSettings, bells: Bells) -> ServedModel:
@@ -83,6 +86,7 @@ class ServedModel:
         return cls(settings, engines, bells)
 
     def close(self) -> None:
+        self.chats.close()
         for texts in self._engines:
             texts.engine.close()
 
@@ -138,9 +142,13 @@ class ServedModel:
     def ready(self) -> bool:
         return any(state.phase == "ready" for state in self.states())
 
-    def has_template(self) -> bool:
-        """Return whether chats can be served. Raises CheckpointError for a template that cannot be read."""
-        return self.texts.chat_template() is not None
+    async def prepare(self) -> None:
+        """Make what the first chat would wait for. Errors are left to that chat."""
+        try:
+            self.tokenizer.view_of(None, self.chats.shown_tokens())
+            await self.chats.start()
+        except (TridecodeError, ApiError) as error:
+            _log.error("chats cannot be served: %s", error)
 
     def token_texts(self, skip_special: bool | None = None) -> TokenTexts:
         """The text of single tokens, for log probabilities."""

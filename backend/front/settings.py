@@ -13,7 +13,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """engine_dir: the model folder whose config.pbtxt is the engine's; num_engines: of that model.
 
     names: of the served model, the first one is shown; (): its own name. chat_template: a file; "": the
-    checkpoint's. cors: origins whose pages may call; "*": all. key_digests: SHA-256 of accepted keys, in
+    checkpoint's. tool_call_parser: name of the format of tool calls; "": the template's.
+    cors: origins whose pages may call; "*": all. key_digests: SHA-256 of accepted keys, in
     hexadecimal; key_file: a file of such digests, read again when it changes; "": none. owner: "PID:START" of
     the process whose life the engine shares; guest: whether that process keeps the engine, not the front.
     lora_dir: folder of the adapters; "": the engine has none. add_special_tokens, stop_ids: as the text
@@ -28,6 +29,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int = 1
     names: tuple[str, ...] = ()
     chat_template: str = ""
+    tool_call_parser: str = ""
     cors: tuple[str, ...] = ()
     key_digests: tuple[str, ...] = ()
     key_file: str = ""

@@ -47,8 +47,10 @@ async def serve(settings: FrontSettings, number: int, listening: socket.socket, 
         )
         server = uvicorn.Server(config(settings, application(front)))
         watch = asyncio.create_task(_watch(front, server))
+        prepared = asyncio.create_task(model.prepare())
         await server.serve(sockets=[listening])
         watch.cancel()
+        prepared.cancel()
         front.log.close()
     finally:
         model.close()

@@ -31,9 +31,9 @@ class TextRequest:
 
     stop_words: matched in the text. exclude: a whole answer does not begin with its prompt. show_stop,
     min_tokens: see Completion. keep_last: number of tokens of a longer prompt to keep, from its end; 0: all.
-    skip_special: omit special tokens from the answer; None: use the service's setting. log_probs: of
-    alternatives. tables: the table of virtual tokens of each text; (): none has one. add_special_tokens: let
-    the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves less room; otherwise
+    skip_special: omit special tokens from the answer, except for shown_tokens; None: use the service's
+    setting. log_probs: of alternatives. tables: the table of virtual tokens of each text; (): none has one.
+    add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves less room; otherwise
     the request is refused.
     """
 
@@ -48,6 +48,7 @@ class TextRequest:
     min_tokens: int = 0
     keep_last: int = 0
     skip_special: bool | None = None
+    shown_tokens: tuple[str, ...] = ()
     log_probs: bool = False
     tables: Sequence[RowPrompt | None] = ()
     add_special_tokens: bool = True

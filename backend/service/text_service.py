@@ -207,7 +207,7 @@ class TextService:
         completions = []
         for index in range(params.num_sequences):
             one = Completion(
-                self.tokenizer.view_of(asked.skip_special),
+                self.tokenizer.view_of(asked.skip_special, asked.shown_tokens),
                 prompt,
                 stop_words,
                 siblings.stopped,

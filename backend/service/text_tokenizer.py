@@ -20,19 +20,19 @@ class TextTokenizer:
         self.tokenizer = load_tokenizer(folder, setting or "the tokenizer's folder")
         self.end_id = end_token_id(folder, self.tokenizer)
         self._cleans_up = cleans_up(folder, self.tokenizer)
-        self._views: dict[bool, TokenizerView] = {}
+        self._skips = skip_special_tokens
+        self._views: dict[tuple[bool, tuple[str, ...]], TokenizerView] = {}
         self.view = self.view_of(skip_special_tokens)
 
-    def view_of(self, skip_special: bool | None) -> TokenizerView:
+    def view_of(self, skip_special: bool | None, shown: tuple[str, ...] = ()) -> TokenizerView:
         """Return the view that decodes with or without special tokens; None: the default.
 
         The first use of a view reads the whole tokenizer.
         """
-        if skip_special is None:
-            return self.view
-        if skip_special not in self._views:
-            self._views[skip_special] = TokenizerView(self.tokenizer, skip_special, self._cleans_up)
-        return self._views[skip_special]
+        key = self._skips if skip_special is None else skip_special, shown
+        if key not in self._views:
+            self._views[key] = TokenizerView(self.tokenizer, key[0], self._cleans_up, shown)
+        return self._views[key]
 
     def ids(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> Iterator[list[int]]:
         """Yield the token ids of each prompt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -26,14 +26,21 @@ MAX_ID = 2**32 - 1
 class TokenizerView:
     """Properties of a tokenizer that decoding needs, computed once.
 
+    shown: special tokens that appear in a text although the others are skipped.
     byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty. cleans_up: texts are
     cleaned up as transformers does it (tokenizer_files.cleans_up, clean_up).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, cleans_up: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        cleans_up: bool = False,
+        shown: Collection[str] = (),
+    ):
         self.tokenizer, self.cleans_up = tokenizer, cleans_up
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        added = tokenizer.get_added_tokens_decoder().items() if skip_special_tokens else ()
+        self._special = {i for i, token in added if token.special and token.content not in shown}
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self.byte_ids = frozenset(_byte_ids(tokenizer)) if _has_byte_fallback(decoder) else frozenset()
 

@@ -21,6 +21,10 @@ def front(
     chat_template: Annotated[
         Optional[Path], typer.Option(help="Chat template that replaces the checkpoint's.")
     ] = None,
+    tool_call_parser: Annotated[
+        Optional[str],
+        typer.Option(help="Format of tool calls: hermes, llama3_json or mistral. Default: the template's."),
+    ] = None,
     cors: Annotated[
         Optional[list[str]],
         typer.Option(metavar="ORIGIN", help="Origin whose pages may send requests, may be repeated; *: all."),
@@ -56,6 +60,7 @@ def front(
         workers=workers,
         served_model_name=tuple(served_model_name or ()),
         chat_template="" if chat_template is None else str(chat_template),
+        tool_call_parser=tool_call_parser or "",
         cors=tuple(cors or ()),
         api_key=tuple(api_key or ()),
         api_key_file="" if api_key_file is None else str(api_key_file),

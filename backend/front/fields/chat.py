@@ -17,6 +17,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -41,9 +42,11 @@ class ChatRequest(Sampled, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -53,8 +56,6 @@ class ChatRequest(Sampled, kw_only=True):
     verbosity: Any = None
     web_search_options: Any = None
     chat_template: Any = None
-    documents: Any = None
-    continue_final_message: Any = None
     mm_processor_kwargs: Any = None
 
 
@@ -76,10 +77,26 @@ class ChatLogprobs(msgspec.Struct):
     refusal: list[TokenLogprob] | None = None
 
 
+class FunctionCall(msgspec.Struct):
+    """arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class AnswerMessage(msgspec.Struct):
+    """content: None where there are only tool calls."""
+
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -99,9 +116,24 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """index: of the call in the message. id, type and the function's name come with its first part."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct):

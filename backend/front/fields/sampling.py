@@ -90,7 +90,7 @@ NO_EFFECT = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "spaces_between_special_tokens", "return_tokens_as_token_ids",
-        "parallel_tool_calls", "verbosity", "reasoning_effort", "prediction",
+        "verbosity", "reasoning_effort", "prediction",
     }
 )  # fmt: skip
 
@@ -111,15 +111,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "logprob_token_ids": (),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "chat_template": (),
-    "documents": (),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }

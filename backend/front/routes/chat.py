@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tridecode.backend.base.errors import RequestError
+from tridecode.backend.chat.tools import ToolPlan
 from tridecode.backend.front.answering import DONE, answer, event
 from tridecode.backend.front.calls import Call
-from tridecode.backend.front.errors import ApiError, bad_request, shown
+from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.chat import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
     ChunkChoice,
     Delta,
@@ -31,6 +29,7 @@ from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
+from tridecode.backend.front.tool_answers import chunks_of, message_of
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Piece
 
@@ -44,8 +43,10 @@ async def chat_completions(request: Request) -> Response:
         silent = refuse_unsupported(wanted)
         name, adapter = front.model.find(wanted.model)
         front.model.limits()
-        prompt = await render(front.model, wanted)
-        asked = _text_request(front.model, wanted, prompt, adapter)
+        prompt, plan = await front.model.chats.prompt(wanted)
+        if plan is not None and plan.request.strict:
+            silent.append("tools.function.strict")
+        asked = _text_request(front.model, wanted, prompt, adapter, plan)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     return await answer(
@@ -53,7 +54,7 @@ async def chat_completions(request: Request) -> Response:
         request,
         call,
         asked,
-        ChatWriter(front.model, call, wanted, name),
+        ChatWriter(front.model, call, wanted, name, plan),
         streaming=bool(wanted.stream),
         timeout_s=wanted.timeout_s or 0.0,
         names=NAMES,
@@ -61,52 +62,9 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-async def render(model: ServedModel, wanted: ChatRequest) -> str:
-    """The prompt of the messages. Raises ApiError, RequestError."""
-    if not wanted.messages:
-        raise bad_request("messages is an empty list; wanted one message or more", "messages")
-    if not model.has_template():
-        text = (
-            "the model has no chat template; send a prompt to /v1/completions, or start with --chat-template"
-        )
-        raise ApiError(400, text, param="messages", code="no_chat_template")
-    messages = [_message(i, message) for i, message in enumerate(wanted.messages)]
-    values = dict(wanted.chat_template_kwargs or {})
-    if wanted.add_generation_prompt is not None:
-        values["add_generation_prompt"] = wanted.add_generation_prompt
-    try:
-        return await asyncio.get_running_loop().run_in_executor(
-            model.renderer, lambda: model.texts.render(messages, **values)
-        )
-    except RequestError as error:
-        raise bad_request(str(error), "messages", "invalid_messages") from None
-
-
-def _message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as the template sees it: parts of text become one text."""
-    where = f"messages[{index}]"
-    for name in ("audio", "function_call"):
-        if getattr(message, name) is not None:
-            text = f"{where}.{name} is not implemented; leave it out"
-            raise ApiError(400, text, param=f"{where}.{name}", code="unsupported_parameter")
-    found = {"role": message.role}
-    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            found[name] = value
-    content = message.content
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                place = f"{where}.content[{number}]"
-                text = f"{place} has the type {shown(part.type)}, which is not implemented; wanted text"
-                raise ApiError(400, text, param=place, code="unsupported_parameter")
-        content = "".join(part.text or "" for part in content)
-    if content is not None or "tool_calls" not in found:
-        found["content"] = content or ""
-    return found
-
-
-def _text_request(model: ServedModel, wanted: ChatRequest, prompt: str, adapter: str) -> TextRequest:
+def _text_request(
+    model: ServedModel, wanted: ChatRequest, prompt: str, adapter: str, plan: ToolPlan | None
+) -> TextRequest:
     limits = model.limits()
     given = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
     if wanted.top_logprobs is not None and not wanted.logprobs:
@@ -120,7 +78,7 @@ def _text_request(model: ServedModel, wanted: ChatRequest, prompt: str, adapter:
     return TextRequest(
         prompts=[prompt],
         params=[sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
-        stop_words=[stop_words(wanted)],
+        stop_words=[(*stop_words(wanted), *(() if plan is None else plan.stop))],
         lora_names=[adapter],
         priorities=[wanted.priority or 0],
         streaming=bool(wanted.stream),
@@ -129,6 +87,7 @@ def _text_request(model: ServedModel, wanted: ChatRequest, prompt: str, adapter:
         min_tokens=wanted.min_tokens or 0,
         keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
         skip_special=wanted.skip_special_tokens,
+        shown_tokens=() if plan is None else plan.shown_tokens,
         log_probs=tops >= 0,
         add_special_tokens=bool(wanted.add_special_tokens),
         cut=given is None,
@@ -139,8 +98,9 @@ def _text_request(model: ServedModel, wanted: ChatRequest, prompt: str, adapter:
 class ChatWriter:
     """The answer of /v1/chat/completions."""
 
-    def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str):
+    def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str, plan: ToolPlan | None):
         self._model, self._call, self._wanted, self._name = model, call, wanted, name
+        self._parsers = [] if plan is None else [plan.parser() for _ in range(wanted.n or 1)]
         self._tally = Tally(1, wanted.n or 1)
         options = wanted.stream_options
         self._usage = bool(options and options.include_usage)
@@ -164,12 +124,24 @@ class ChatWriter:
         if index not in self._begun:
             self._begun.add(index)
             found += self._chunk(ChunkChoice(index, Delta("assistant", "")))
-        if piece.text or piece.tops:
-            found += self._chunk(
-                ChunkChoice(index, Delta(content=piece.text), None, self._logprobs(piece.tops))
-            )
-        if piece.finish_reason:
-            found += self._chunk(ChunkChoice(index, Delta(), piece.finish_reason))
+        reason = piece.finish_reason
+        if self._parsers:
+            parser = self._parsers[index]
+            deltas = parser.feed(piece.text)
+            if reason:
+                deltas += parser.end(reason == "length")
+                reason = parser.finish_reason(reason)
+            chunks = chunks_of(deltas)
+        else:
+            chunks = [Delta(content=piece.text)] if piece.text else []
+        if piece.tops and not chunks:
+            chunks = [Delta(content="")]
+        logprobs = self._logprobs(piece.tops)
+        for delta in chunks:
+            found += self._chunk(ChunkChoice(index, delta, None, logprobs))
+            logprobs = None
+        if reason:
+            found += self._chunk(ChunkChoice(index, Delta(), reason))
         return found
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
@@ -199,7 +171,12 @@ class ChatWriter:
         )
 
     def _choice(self, index: int, row: Row) -> ChatChoice:
-        return ChatChoice(index, AnswerMessage(row.text), row.finish_reason or None, self._logprobs(row.tops))
+        message, reason = AnswerMessage(row.text), row.finish_reason
+        if self._parsers:
+            parser = self._parsers[index]
+            message = message_of(parser, row.text, reason)
+            reason = parser.finish_reason(reason)
+        return ChatChoice(index, message, reason or None, self._logprobs(row.tops))
 
     def _logprobs(self, steps: Any) -> ChatLogprobs | None:
         if not self._wanted.logprobs:
