@@ -33,8 +33,8 @@ class TextRequest:
     min_tokens: see Completion. keep_last: number of tokens of a longer prompt to keep, from its end; 0: all.
     skip_special: omit special tokens from the answer, except for shown_tokens; None: use the service's
     setting. log_probs: of alternatives. tables: the table of virtual tokens of each text; (): none has one.
-    add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves less room; otherwise
-    the request is refused.
+    add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves
+    less room; otherwise the request is refused.
     """
 
     prompts: Sequence[Prompt]

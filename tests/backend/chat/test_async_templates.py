@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from typing import Any, Callable
 
 import pytest
+import uvloop
 
 from tests.backend.chat.test_chat_templates import ENDLESS, HOSTILE, MESSAGES, TEMPLATES, TOOL
 from tridecode.backend.base.errors import CapacityError
@@ -31,7 +32,22 @@ def run(test: Callable[[AsyncTemplateRenderer], Awaitable[Any]], limits: RenderL
             await renderer.close()
             assert renderer.pid is None
 
-    return asyncio.run(whole())
+    loop = LOOPS[-1]()
+    try:
+        return loop.run_until_complete(whole())
+    finally:
+        loop.close()
+
+
+LOOPS: list[Any] = []
+
+
+@pytest.fixture(autouse=True, params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> Any:
+    """Each test on both event loops; the front's is uvloop."""
+    LOOPS.append(uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop)
+    yield
+    LOOPS.pop()
 
 
 def test_texts_are_those_of_the_synchronous_renderer_in_the_order_of_requests() -> None:

@@ -257,7 +257,7 @@ def test_calls_that_a_template_writes_are_read_again(kind, calls, cuts) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     found_format = find_format(source)
     assert found_format is not None and found_format.name == kind.split("-")[0]
-    found = run(found_format, [text[i:j] for i, j in itertools.pairwise(places)])
+    found = run(found_format, [text[i:j] for i, j in zip(places, places[1:])])
     assert [(one.call, one.name) for one in found[0::2]] == list(enumerate(name for name, _ in calls))
     assert [json.loads(one.text) for one in found[1::2]] == [arguments for _, arguments in calls]
 

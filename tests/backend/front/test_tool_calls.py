@@ -23,7 +23,7 @@ from tridecode.backend.wire.messages import SamplingParams
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+        "function": {"name": name, "parameters": {"properties": {"at": {"type": "string"}}}},
     }
     for name in ("depth", "tide")
 ]  # fmt: skip
@@ -152,10 +152,10 @@ def test_no_tools_no_calls(front: Front, engine: FakeEngine, say: Callable, toke
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_choice_forces_the_beginning_of_a_call(front: Front, engine: FakeEngine, say: Callable, tokenizer: Any, choice: Any) -> None:  # fmt: skip
-    start = (
-        '<tool_call>\n{"name": "' if choice == "required" else '<tool_call>\n{"name": "depth", "arguments":'
-    )
+def test_a_choice_forces_the_beginning_of_a_call(
+    front: Front, engine: FakeEngine, say: Callable, tokenizer: Any, choice: Any
+) -> None:
+    start = '<tool_call>\n{"name": "' + ("" if choice == "required" else 'depth", "arguments":')
     say(ONE[len(start) :] + "\n" + TWO)
     found, _ = whole_and_streamed(front, tools=TOOLS, tool_choice=choice)
     count = 2 if choice == "required" else 1
@@ -174,9 +174,14 @@ def test_one_call_where_parallel_calls_are_forbidden(front: Front, say: Callable
 def test_a_call_that_the_limit_cuts(front: Front, say: Callable, tokenizer: Any) -> None:
     say(ONE)
     cut = len(tokenizer.encode(ONE[: ONE.index("港")], add_special_tokens=False))
-    choice, _ = whole_and_streamed(front, tools=TOOLS, max_tokens=cut)
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls[0].function.arguments.startswith('{"at": "the')
+    body: dict[str, Any] = {"model": "toy", "messages": MESSAGES, "tools": TOOLS, "max_tokens": cut}
+    choice = front.openai.chat.completions.create(**body).choices[0]
+    assert choice.finish_reason == "length" and choice.message.content is None
+    arguments = choice.message.tool_calls[0].function.arguments
+    assert arguments.startswith('{"at": "the') and not arguments.endswith("}")
+    chunks = [chunk.choices[0] for chunk in front.openai.chat.completions.create(**body, stream=True)]
+    parts = [call.function.arguments for one in chunks for call in one.delta.tool_calls or ()]
+    assert "".join(parts) == arguments and chunks[-1].finish_reason == "length"
 
 
 def test_samples_have_calls_of_their_own(front: Front, say: Callable) -> None:
