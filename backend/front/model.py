@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.front.chat_prompts import ChatPrompts
+from tridecode.backend.front.chats.prompts import ChatPrompts
 from tridecode.backend.front.errors import ApiError, shown
 from tridecode.backend.front.reading import Bells, Reader
 from tridecode.backend.front.settings import FrontSettings

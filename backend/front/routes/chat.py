@@ -11,6 +11,7 @@ from starlette.responses import Response
 from tridecode.backend.chat.tools import ToolPlan
 from tridecode.backend.front.answering import DONE, answer, event
 from tridecode.backend.front.calls import Call
+from tridecode.backend.front.chats.tool_answers import chunks_of, message_of
 from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.chat import (
     AnswerMessage,
@@ -29,7 +30,6 @@ from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
-from tridecode.backend.front.tool_answers import chunks_of, message_of
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Piece
 

@@ -1,0 +1,1 @@
+"""Chats of the OpenAI service: prompts by the chat template, and tool calls in answers."""
