@@ -17,7 +17,7 @@ _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
 #: values in place of a token: the row's logits are not finite; every id is impossible
 BROKEN_LOGITS, NO_TOKEN = -1, -2
 MOST_COUNTED = 32_767  # maximum count of a token for penalties
-#: maximum number of tokens that are proposed behind a sequence's newest one
+#: maximum number of draft tokens after a sequence's newest token
 MOST_DRAFTS = 15
 
 
@@ -27,13 +27,13 @@ class SamplingState:
     copies write it.
 
     slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32. lengths: (S,) int32, tokens
-    of the sequence in the cache, kept by `verify` alone: plans know them otherwise. drafts: (S, MOST_DRAFTS)
-    int32, the tokens that a drafter on the device proposes behind last_tokens.
-    history: (S, L) int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16,
-    occurrences of each id in prompt and output, kept only for slots with penalties.
-    bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
-    started: (S,) SLOT records on the host, copies of the slots when their sequences started. Parameters equal
-    those on the device; columns that sampling changes are stale.
+    of the sequence in the cache, maintained only by `verify`: otherwise plans have them. drafts: (S,
+    MOST_DRAFTS) int32, draft tokens after last_tokens, proposed by a drafter on the device. history: (S, L)
+    int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16, occurrences of each id
+    in prompt and output, kept only for slots with penalties. bad_ids, bad_ends: (S, W) int32: ids of all bad
+    words, concatenated, and their cumulative ends. started: (S,) SLOT records on the host, copies of the
+    slots when their sequences started. Parameters equal those on the device; columns that sampling changes
+    are stale.
     """
 
     slots: Tensor

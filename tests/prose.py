@@ -24,7 +24,6 @@ CXX = (".cu", ".cuh", ".h", ".cc", ".cpp")
 EXEMPT = (
     "backend/engine/device/",
     "backend/engine/schedule/",
-    "kernels/csrc/sampling/",
 )
 
 OPENING = re.compile(r"(Of|As|To|By|With|On|Where|What|Whether) [a-z]")

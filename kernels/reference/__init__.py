@@ -1,5 +1,4 @@
-"""The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA
-kernels.
+"""Defines each operation in plain torch: the engine's CPU implementation and the oracle of the CUDA kernels.
 
 Contracts are in ops.py. Runs on any device; TRIDECODE_OPS=reference chooses it on a GPU.
 """

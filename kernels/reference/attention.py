@@ -20,7 +20,7 @@ def decode_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer,
         return
     rows = batch.num_decodes
     queries = heads.num_heads * heads.head_size
-    # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
+    # the query heads of a kv head are treated as queries of one head: (B, K, H / K, D)
     q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
     key_index, value_index = _decode_indices(batch, cache, heads)
     shape = (rows, heads.num_kv_heads, -1, heads.head_size)
@@ -46,8 +46,11 @@ def _attend_rows(
     out: Tensor,
     reads_cache: bool = False,
 ) -> None:
-    """Causal attention row by row. qkv, out: from the first token of rows on. Fresh rows read their keys and
-    values from qkv, unless reads_cache."""
+    """Compute causal attention row by row.
+
+    qkv, out: from the first token of rows on. Fresh rows read their keys and values from qkv, unless
+    reads_cache.
+    """
     queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     base = starts[rows.start]
@@ -70,7 +73,7 @@ def _attend_rows(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    """q: (H, T, D), the last T of the positions of k, v: (K, L, D) -> (H, T, D)."""
+    """Return (H, T, D): attention of q (H, T, D), the last T positions, over k, v (K, L, D)."""
     tokens, length = q.shape[1], k.shape[1]
     group = heads.num_heads // heads.num_kv_heads
     if group > 1:
@@ -86,7 +89,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         rows = torch.arange(
             length - tokens + first, length - tokens + first + chunk.shape[1], device=q.device
         )
-        distances = columns[None, :] - rows[:, None]  # (t, L), 0 or less where visible
+        distances = columns[None, :] - rows[:, None]  # (t, L), 0 or less if visible
         bias = torch.zeros(1, *distances.shape, device=q.device)
         if heads.slopes is not None:
             bias = heads.slopes[:, None, None] * distances.float()
@@ -101,7 +104,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values (K, length, D) of one row, from its blocks. dtype: what an 8-bit cache expands to."""
+    """Return keys and values (K, length, D) of one row, from its blocks.
+
+    dtype: that of dequantised values.
+    """
     blocks = table[: -(-length // cache.block_tokens)].long()
     held = cache.tensors[0][blocks]  # (M, 2, K, P, D)
     if cache.scales is not None:
@@ -111,13 +117,13 @@ def cached_keys(cache: CacheLayer, table: Tensor, length: int, dtype: torch.dtyp
 
 
 def key_bias(heads: Heads, positions: Tensor) -> Tensor:
-    """(H, len(positions)): heads.key_bias of these positions."""
+    """Return (H, len(positions)), heads.key_bias at these positions."""
     assert heads.key_bias is not None
     return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
-    """Attention with a mask that is added to the scores; None: causal."""
+    """Compute attention with an additive mask; None: causal."""
     if not heads.softcap:
         causal = mask is None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=heads.scale)
@@ -128,7 +134,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) 
 
 
 def _decode_blocks(batch: Batch, block_tokens: int, window: int) -> tuple[Tensor, int]:
-    """(B,): the first block that each decode row sees, and how many blocks from there the longest row has."""
+    """Return (B,), the first visible block of each decode row, and the largest number of visible blocks of a
+    row.
+    """
     key = ("decode_blocks", block_tokens, window)
     if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
@@ -139,8 +147,9 @@ def _decode_blocks(batch: Batch, block_tokens: int, window: int) -> tuple[Tensor
 
 
 def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values which each decode row
-    sees: (B * K * blocks,)."""
+    """Return the rows of the cache, viewed as (N * 2 * K, P, D), with each decode row's visible keys and
+    values: (B * K * blocks,).
+    """
     kv_heads = heads.num_kv_heads
     key = ("decode_indices", kv_heads, cache.block_tokens, heads.window)
     if key not in batch.memo:
@@ -155,7 +164,7 @@ def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tens
 
 
 def _decode_tokens(cache: CacheLayer, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """(len(index), P, D): rows of the cache, seen as (N * 2 * K, P, D)."""
+    """Return (len(index), P, D), rows of the cache viewed as (N * 2 * K, P, D)."""
     held = cache.tensors[0].view(-1, *cache.blocks.shape[3:]).index_select(0, index)
     if cache.scales is None:
         return held
@@ -164,8 +173,11 @@ def _decode_tokens(cache: CacheLayer, index: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
-    """(B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi within.
-    Layers of the same slopes and window share it."""
+    """Return (B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi
+    within.
+
+    Layers with the same slopes and window share it.
+    """
     biases = (heads.slopes, heads.key_bias)
     key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, block_tokens, dtype)
     if key not in batch.memo:
@@ -185,5 +197,5 @@ def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dty
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-        batch.memo[key] = (mask, biases)  # they are kept: their id stays theirs
+        batch.memo[key] = (mask, biases)  # kept alive, so that no other object gets their id
     return batch.memo[key][0]

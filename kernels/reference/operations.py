@@ -44,13 +44,13 @@ class Reference:
         """Nothing to do: torch allocates what a step needs."""
 
     def captures(self, heads: Heads) -> bool:
-        return False  # numbers of rows and lengths are read on the host
+        return False  # row counts and lengths are read on the host
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
-        return linear  # a quantised weight is expanded at each call
+        return linear  # a quantised weight is dequantised at each call
 
     def _temporary(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """(rows, columns) of scratch, valid until the next operation."""
+        """Return (rows, columns) of scratch, valid until the next operation."""
         held = self._scratch.get(like.dtype)
         if held is None or held.numel() < rows * columns or held.device != like.device:
             held = self._scratch[like.dtype] = torch.empty(
@@ -142,7 +142,7 @@ class Reference:
         activate(out, activation)
 
     def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
-        """out = x @ weight.T (+ bias) (+ residual)."""
+        """Compute out = x @ weight.T (+ bias) (+ residual)."""
         if isinstance(linear.weight, QuantizedWeight):
             product = x.float() @ linear.weight.expanded().t()
             if linear.bias is not None:
@@ -192,7 +192,8 @@ class Reference:
             cache.blocks[blocks, :, :, offsets] = kv if rows is None else kv[rows]
             return
         values, scales = rounded(kv, cache.blocks.dtype)
-        kv.copy_(expanded(values, scales, kv.dtype))  # a prompt attends to what later steps will read
+        # a prompt attends to the dequantised values that later steps will read
+        kv.copy_(expanded(values, scales, kv.dtype))
         for held, new in zip(cache.tensors, (values.view(torch.int8), scales)):
             held[blocks, :, :, offsets] = new if rows is None else new[rows]
 

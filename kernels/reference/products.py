@@ -1,4 +1,4 @@
-"""Steps before, within and behind a product: norms, activations, rotation, places in the cache."""
+"""Operations around a GEMM: norms, activations, rotation, cache positions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ GATED = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
 
 
 def gate(product: Tensor, activation: str | None) -> Tensor:
-    """(T, F) of (T, 2F): the activation of the first half times the second, changing the first in place."""
+    """Return (T, F) from (T, 2F): the activation of the first half, computed in place, times the second
+    half.
+    """
     gates, values = product.chunk(2, dim=-1)
     activate(gates, GATED[activation or ""])
     return gates.mul_(values)
 
 
 def activated(product: Tensor, activation: str | None) -> Tensor:
-    """product (T, O) with its activation, changed in place; of a gated one (T, O / 2), a view."""
+    """Apply the activation to product (T, O) in place; a gated one returns a view (T, O / 2)."""
     if activation in GATED:
         return gate(product, activation)
     activate(product, activation)
@@ -48,7 +50,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
 
 
 def change_qkv(qkv: Tensor, heads: Heads) -> None:
-    """Clamp and normalise q and k in place, between the product and the rotation. qkv: (T, (H + 2K) * D)."""
+    """Clamp and normalise q and k in place, between the GEMM and the rotation. qkv: (T, (H + 2K) * D)."""
     if heads.qkv_limit:
         qkv.clamp_(-heads.qkv_limit, heads.qkv_limit)
     first = 0
@@ -78,7 +80,7 @@ def rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
 
 
 def written(batch: Batch, block_tokens: int) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Rows that are written to the cache (None: all), their blocks and their offsets."""
+    """Return the rows that are written to the cache (None: all), their blocks and their offsets."""
     if "written" not in batch.memo:
         slots = batch.kv_slots.long()
         rows = None if bool((slots >= 0).all()) else (slots >= 0).nonzero().squeeze(1)

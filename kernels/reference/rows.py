@@ -1,4 +1,4 @@
-"""Decode rows of several tokens: their places in the cache, and the tokens that each row keeps."""
+"""Decode rows of several tokens: their cache positions, and the tokens that each row keeps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def place_rows(batch: Batch, state: SamplingState, block_tokens: int) -> None:
     rows = batch.num_decodes
     starts = batch.query_starts[: rows + 1].long()
     counts = starts.diff()
-    row = torch.repeat_interleave(torch.arange(rows, device=starts.device), counts)  # of each token
+    row = torch.repeat_interleave(torch.arange(rows, device=starts.device), counts)  # row of each token
     count = row.shape[0]
-    offset = torch.arange(count, device=starts.device) - starts[row]  # within the row
+    offset = torch.arange(count, device=starts.device) - starts[row]  # index within the row
     slots = batch.sample_slots[:count]
     held = slots.clamp(min=0).long()
 
@@ -61,16 +61,16 @@ def verify_rows(
     log_probs: Tensor,
     accepted: Tensor,
 ) -> None:
-    """Ops.verify: `sample` takes the rows' tokens one position after another, and a row goes on while the
-    token that it got is the one that it was given next.
+    """Ops.verify: `sample` draws the rows' tokens one position after another, and a row continues while the
+    drawn token equals its next draft token.
 
-    Waits for the device only if `sample` does, and may be captured in a CUDA graph if that may.
+    Waits for the device only if `sample` does, and may be captured in a CUDA graph if `sample` may.
     """
     rows, count = batch.num_decodes, batch.decode_tokens
     starts, ends = batch.query_starts[:rows].long(), batch.query_starts[1 : rows + 1].long()
     device = starts.device
     slots = batch.sample_slots[starts.clamp(max=count - 1)].masked_fill(ends == starts, -1)
-    # one place more, for rows that have ended: no two rows write to the same place of a token
+    # one extra position, for rows that have ended: no two rows write to the same position of a token
     found = torch.zeros(count + 1, dtype=tokens.dtype, device=device)
     likely = torch.zeros(count + 1, dtype=log_probs.dtype, device=device)
     goes_on = slots >= 0
@@ -92,10 +92,11 @@ def verify_rows(
 
 
 def keep_lengths(state: SamplingState, batch: Batch, slots: Tensor, accepted: Tensor) -> None:
-    """state.lengths of the slots of the decode rows (B,), -1 for none, once `accepted` (B,) tokens of each
-    are kept."""
+    """Update state.lengths for the slots of the decode rows (B,), -1 for none, when `accepted` (B,) tokens of
+    each are kept.
+    """
     rows, size = batch.num_decodes, state.lengths.shape[0]
     counts = batch.query_starts[: rows + 1].diff()
-    lengths = torch.cat([state.lengths, state.lengths[:1]])  # one place more, for rows without a slot
+    lengths = torch.cat([state.lengths, state.lengths[:1]])  # one extra position, for rows without a slot
     lengths[torch.where(slots >= 0, slots, size).long()] = batch.context_lens[:rows] - counts + accepted
     state.lengths.copy_(lengths[:-1])

@@ -11,7 +11,7 @@ from tridecode.kernels.philox import uniforms
 from tridecode.kernels.sampling_rules import WholeRows, greedy, kept_ids, process, remember, unchanged
 from tridecode.kernels.sampling_state import BROKEN_LOGITS, NO_TOKEN, SamplingState, SlotRows, records
 
-#: float32 values of the copy of the logits that candidates are chosen from at a time
+#: float32 values of the logits' copy from which candidates are chosen at a time
 _CANDIDATE_LOGITS = 1 << 24
 
 
@@ -54,13 +54,15 @@ def beam_candidates(
 
 
 def _choose(x: Tensor, sequences: SlotRows, log_probs: Tensor, rows: Tensor) -> Tensor:
-    """(n,) int64: the next token of each row of x (n, V), BROKEN_LOGITS for a row that has NaN or infinity,
-    NO_TOKEN for one whose ids are all impossible. x is changed in place; log_probs[rows] are written for the
-    sequences that want them."""
+    """Return (n,) int64, the next token of each row of x (n, V).
+
+    BROKEN_LOGITS for a row with NaN or infinity, NO_TOKEN for one whose ids are all impossible. x is changed
+    in place; log_probs[rows] are written for the sequences that want them.
+    """
     found = sequences.records
     if not unchanged(found):
         process(x, sequences)
-    largest, tokens = x.max(dim=-1)  # the lowest id of equal ones; a NaN counts as the largest
+    largest, tokens = x.max(dim=-1)  # the lowest id among equal ones; NaN counts as the largest
     tokens = torch.where(largest < torch.inf, tokens, BROKEN_LOGITS)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN, tokens)
     is_drawn = ~greedy(found)
@@ -77,7 +79,7 @@ def _choose(x: Tensor, sequences: SlotRows, log_probs: Tensor, rows: Tensor) -> 
 
 
 def _draw(x: Tensor, largest: Tensor, found: np.ndarray) -> Tensor:
-    """(n,) int64: of each row x (n, V) the kept id with the largest logit plus Gumbel noise."""
+    """Return (n,) int64: for each row of x (n, V) the kept id with the largest logit plus Gumbel noise."""
     tokens = []
     for logits, kept, record in zip(x, kept_ids(x, largest, found, WholeRows(x.shape[1])), found):
         ids, seed = kept.nonzero().squeeze(1), int(record["seed"])

@@ -1,9 +1,9 @@
 // Decode attention: the query tokens of each row over its paged cache; multi-head, grouped-query
-// and multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
+// and multi-query, with or without ALiBi. decode_tiles.cuh: a warp's work on a tile.
 //
-// Of few rows a cluster of blocks takes each row and kv head: decode_attention_cluster.cuh. Else
-// decode_runs.cuh divides the tiles of the batch among teams, a team being a warp or, if rows are
-// few, a block. Where several share a row and head, decode_parts.cuh adds what they have.
+// Small batches: one cluster per (row, KV head), see decode_attention_cluster.cuh. Otherwise
+// decode_runs.cuh divides the tiles of the batch among teams; a team is a warp or, with few rows, a
+// block. If several teams share a row and head, decode_parts.cuh adds their partial results.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(C), and in 8 bits 8 * tokens * kv_heads.
 // Bench: python -m tridecode.kernels.bench decode_attention
@@ -16,7 +16,7 @@
 namespace tridecode {
 namespace {
 
-constexpr int kMaxBlocks = 1024;  // of the grid
+constexpr int kMaxBlocks = 1024;  // blocks of the grid
 
 // Bytes of shared memory per warp.
 template <int D, int TEAM, typename Source>
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
 
   Source source(own_shared, task.groups == 1);  // groups 1: a tile is read once
   Pages<X, C, D, Source> pages(task, source);
-  auto request = [&](const Part& part, int which, int span) {  // if it has tiles of the part
+  auto request = [&](const Part& part, int which, int span) {  // whether it has tiles of the part
     const int first = max(span * kSpan, part.first_tile);
     const int last = min((span + 1) * kSpan, part.last_tile);
     if (first < last) pages.request(which, first, last, part.tiles);
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     }
     return part;
   };
-  // Tiles of the next part are requested before the results of this one are stored, unless both
-  // use the same shared memory or registers.
+  // Loads for the next part are issued before the results of this one are stored, unless both use
+  // the same shared memory or registers.
   constexpr bool kEarly = TEAM == 1 && Source::kRing;
 
   int at = runs.start_of(team);
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
         SEVERAL ? columns.count : min(kGroup, task.group - first_head);  // of this pass
     S sums(task, part.row, part.pass / task.groups * task.group + first_head, heads, columns);
     for (int span = part.first_tile / kSpan + member; span * kSpan < part.last_tile; span += TEAM) {
-      constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
+      // alternately keys and values
+      constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;
       sums.add(
           source, max(span * kSpan, part.first_tile), min((span + 1) * kSpan, part.last_tile),
           context, [&] { request(part, kAhead % 2, span + kAhead / 2 * TEAM); },
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
   }
 }
 
-// Any head size and dtype, not tuned: a warp computes one query and head, token by token.
+// Any head size and dtype, untuned: a warp computes one query and head, token by token.
 template <typename X, typename C, int DIMS, bool SEVERAL = false>  // dims per lane
 __global__ void decode_attention_any(const __grid_constant__ Task task) {
   wait_for_predecessor();
@@ -195,14 +196,14 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
       out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
 }
 
-// The blocks of a launch, and whether each is one team.
+// The number of blocks of a launch, and whether each is one team.
 struct Grid {
   int blocks, teams;
   bool few;
 };
 
-// Few items: the warps of a block share one, and store one part. Tiles of 8 bits cost more
-// instructions than bytes, so that the meetings of these warps pay less.
+// Few items: the warps of a block share one and store one part. 8-bit tiles are bound by
+// instructions rather than bytes, so sharing among warps gains less.
 template <bool EXACT, typename Source>
 Grid grid_of(int items) {
   const int blocks = std::min(Source::kResident * device().multiprocessors, kMaxBlocks);
@@ -210,16 +211,15 @@ Grid grid_of(int items) {
   return {blocks, few ? blocks : kWarps * blocks, few};
 }
 
-// The share of the teams' time that items of equal length need, each on one team.
+// The share of the teams' time that items of equal length use if each runs on one team.
 double busy(const Grid& grid, int items) {
   return double(items) / (double(grid.teams) * ceil_div(items, grid.teams));
 }
 
 // Return whether to launch four blocks per SM with 3-stage rings instead of three with 4-stage
-// rings: more warps with fewer bytes in flight win where they divide items of equal length more
+// rings: more warps with fewer bytes in flight win if they divide items of equal length more
 // evenly. A 16-bit cache has as many bytes in flight per SM either way; there, only if each item
-// then has a block of its own.
-// LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
+// then has its own block. LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
 //   16 / 64 / 128 / 192 / 256 rows over an fp8 cache 14.4 / 22.0 / 42.0 / 64.1 / 76.6 and
 //   12.7 / 29.7 / 45.9 / 54.5 / 84.1; 64 / 128 / 256 rows in bf16 35.8 / 70.7 / 137.8 and
 //   39.1 / 71.5 / 136.4; 254 rows of a load of chats 59.3 and 57.4 (fp8), 90.5 and 89.5 (bf16).
@@ -253,7 +253,7 @@ bool takes(const Task& task) {
          Source::kResident * block <= device().shared_bytes + 1024;
 }
 
-// In a launch of its own.
+// Launches decode attention in a separate launch.
 int finish_rows(const Task& task, void* stream) {
   tridecode_gemm_task rows = {};
   rows.out = const_cast<void*>(task.qkv), rows.out_stride = task.qkv_stride;
@@ -285,7 +285,7 @@ int run(const Task& task, void* stream) {
     return run<X, C, D>(finished, stream);
   }
   if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
-  // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
+  // No ring in shared memory for one or two rows, so that the next GEMM becomes resident earlier.
   if (task.num_rows > 2) {
     const Grid three = grid_of<kExact, ThreePieces>(items),
                four = grid_of<kExact, FourPieces>(items);
@@ -297,8 +297,8 @@ int run(const Task& task, void* stream) {
   return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-// Rows of several queries, finished. A cluster takes one pass alone, and the tuned rings are for
-// rows that are read once: teams take them, with rings for the usual head sizes.
+// Rows of several queries, finished. A cluster supports only one pass, and the tuned rings are for
+// rows that are read once; so teams process these rows, with rings for the usual head sizes.
 template <typename X, typename C, int D>
 int run_several(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;

@@ -1,15 +1,15 @@
-// Decode attention of few rows and heads, which is bound by latency: a cluster of blocks takes a
-// row and kv head with its query heads, each warp of it a run of the tiles. The warps send their
-// maxima, sums and outputs to the shared memory of the blocks that combine them, each for a share
-// of the dims: no fence, counter or read of global memory lies between the last tile and the
+// Decode attention of few rows and heads, which is bound by latency: a cluster of blocks processes
+// a row and KV head with its query heads, and each of its warps a run of tiles. The warps send
+// their maxima, sums and outputs to the shared memory of the blocks that combine them, each for a
+// share of the dims: no fence, counter or read of global memory lies between the last tile and the
 // result.
 //
-// A long context is divided among several clusters. These leave what they have combined in scratch
-// memory, and the last to arrive combines that.
+// A long context is divided among several clusters. They store their combined results in scratch
+// memory, and the last to arrive combines these.
 //
-// The tiles that a warp takes first are loaded before the wait for the kernel that writes the
-// queries and the newest token: one to registers or, of many bytes, two by bulk copies. What of
-// queries and token is unfinished: decode_finish.cuh.
+// A warp's first tiles are loaded before the wait for the kernel that writes the queries and the
+// newest token: one to registers or, with many bytes, two by bulk copies. decode_finish.cuh handles
+// unfinished queries and tokens.
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
@@ -18,7 +18,7 @@
 namespace tridecode {
 namespace {
 
-constexpr int kClusterWarpTiles = 4;  // of a warp, beyond which a head takes one more cluster
+constexpr int kClusterWarpTiles = 4;  // tiles of a warp beyond which a head gets one more cluster
 constexpr int kPrefetchedTiles = 8;   // of a warp
 
 // A piece is 8 dims. A block of the cluster combines every blocks-th piece.
@@ -59,8 +59,8 @@ struct Exchange {
     barrier_expect(barrier, warps() * heads * (own_pieces() * 8 + kTotals) * int(sizeof(float)));
   }
 
-  // Send this warp's partial results to the blocks that combine them. Lane (g, t) has heads 2 t and
-  // 2 t + 1.
+  // Sends this warp's partial results to the blocks that combine them. Lane (g, t) holds heads 2 t
+  // and 2 t + 1.
   template <typename S>
   __device__ __forceinline__ void send_sums(const S& sums) const {
     const int g = threadIdx.x % 32 / 4, warp = rank * kWarps + threadIdx.x / 32;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using S = Sums<X, C, D>;
-  extern __shared__ __align__(128) char shared[];  // the warps' tiles, then what they receive
+  extern __shared__ __align__(128) char shared[];  // the warps' tiles, then the received results
   char* const own_shared = shared + threadIdx.x / 32 * Source::kBytes;
   float* const received = reinterpret_cast<float*>(shared + kWarps * Source::kBytes);
   __shared__ uint64_t all_received;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   __syncwarp();
   cluster_arrive();
 
-  // The first warps have one more: the last one waits for the newest token.
+  // The first warps have one tile more: the last warp waits for the newest token.
   const int runs = parts * warps, mine = (part * blocks + rank) * kWarps + warp;
   const int begin = ceil_div(int64_t(tiles) * mine, runs),
             end = ceil_div(int64_t(tiles) * (mine + 1), runs);
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     }
   });
   for (int tile = begin; tile < end; ++tile) {
-    constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
+    // alternately keys and values
+    constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;
     sums.add(
         source, tile, tile + 1, context, [&] { request(kAhead % 2, tile + kAhead / 2); },
         [&] { request(1 - kAhead % 2, tile + (kAhead + 1) / 2); });
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
       out[head * D + d] = from_float<X>(output / all);
     } else {
       __stcg(slot_of(part, head) + d, output);
-      // the blocks of the cluster store the same numbers here
+      // all blocks of the cluster store the same numbers here
       if (lane == 0)
         __stcg(reinterpret_cast<float2*>(slot_of(part, head) + D), make_float2(peak, all));
     }
@@ -241,9 +242,9 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
 // brackets: one row 2.44 (2.57), with 1,900 tokens 2.72 (2.83), two rows 2.57 (2.62). Groups of
 // query heads leave fewer kv heads, which teams spread over more multiprocessors: us of
 // LLaMA-3-8B's attention over an fp8 cache, teams in brackets: one row of 544 tokens 5.5 (7.6), in
-// a step 7.1 (11.0), two rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6). No more clusters of a
-// row and head than the block tables' width has tiles for: blocks without work would keep others
-// out.
+// a step 7.1 (11.0), two rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6). A row and head get no
+// more clusters than the block tables' width has tiles: idle blocks would keep others from
+// starting.
 constexpr int kRowsOfGroups = 2;
 struct Clusters {
   int blocks, each;
@@ -284,11 +285,11 @@ int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
       stream, task, clusters.each);
 }
 
-// Bulk copies where there may be many bytes: beside the next product's ring the L1 cache is too
-// small for loads. A ring of this kernel's own lets that product start later. H200, us of a step of
-// BLOOM-7B1, loads and copies, by rows x context: 1 x 544 3,856 and 3,863, 2 x 544 3,946 and 3,975,
-// 1 x 2,048 4,121 and 4,125, 2 x 2,048 4,560 and 4,459, 2 x 4,096 5,318 and 5,014. Rings of heads
-// of 256 leave no room for a second block; 8 bits were not measured.
+// Bulk copies if there may be many bytes: next to the next GEMM's ring, the L1 cache is too small
+// for loads. A ring in this kernel delays the start of that GEMM. H200, us of a step of BLOOM-7B1,
+// loads and copies, by rows x context: 1 x 544 3,856 and 3,863, 2 x 544 3,946 and 3,975, 1 x 2,048
+// 4,121 and 4,125, 2 x 2,048 4,560 and 4,459, 2 x 4,096 5,318 and 5,014. Rings of heads of 256
+// leave no room for a second block; 8 bits were not measured.
 constexpr int64_t kCopiedBytes = 64 << 20;
 
 template <typename X, typename C, int D>

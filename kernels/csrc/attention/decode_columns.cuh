@@ -15,7 +15,7 @@ struct Task : tridecode_attention_task {
 };
 
 // Columns `first` .. first + count - 1 of a kv head of a row with the tokens token ..
-// token + queries - 1; none (count 0) where the row has fewer queries than others.
+// token + queries - 1; none (count 0) if the row has fewer queries than others.
 struct Columns {
   int token, queries, context, kv_head, first, count;
 
@@ -44,13 +44,13 @@ struct Columns {
     return static_cast<X*>(task.out) + (token + query_of(task, column)) * task.out_stride +
            head_of(task, column) * head_size;
   }
-  // The tokens that a column sees; all of the context where there is no such column.
+  // The number of tokens visible to a column; the whole context if there is no such column.
   __device__ __forceinline__ int seen(const Task& task, int column) const {
     return column < count ? context - queries + query_of(task, column) + 1 : context;
   }
 };
 
-// Zeros for all queries of a row, by the block.
+// Writes zeros for all queries of a row; called by the whole block.
 template <typename X>
 __device__ __forceinline__ void zero_row(const Task& task, int row, int head_size) {
   const int first = task.query_starts[row], columns = task.heads * head_size;

@@ -32,7 +32,7 @@ struct Newest {
   }
 };
 
-// Rotates what Sums holds of a row's queries, and rounds it to X.
+// Rotates the queries held in Sums, and rounds them to X.
 template <typename X, typename C, int D, int KC>
 __device__ __forceinline__ void rotate_queries(const Task& task, int position, uint4 (&q)[KC]) {
   constexpr bool kExact = std::is_same<C, X>::value;
@@ -57,8 +57,8 @@ __device__ __forceinline__ void rotate_queries(const Task& task, int position, u
   }
 }
 
-// Writes the key and value of a row's newest token and a kv head, by a warp: D / 8 lanes have the
-// key, the next ones the value.
+// Writes the key and value of a row's newest token for a KV head, by a warp: D / 8 lanes hold the
+// key, the next D / 8 the value.
 template <typename X, typename C, int D>
 __device__ __forceinline__ void write_newest(const Task& task, const Newest& newest, int row,
                                              int kv_head) {

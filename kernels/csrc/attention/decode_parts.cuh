@@ -7,7 +7,8 @@
 namespace tridecode {
 namespace {
 
-// A team stores at most two parts: of the item of its first tile, and of its last.
+// A team stores at most two partial results: for the item of its first tile, and for that of its
+// last.
 __device__ __forceinline__ float* slot_of(const Task& task, const Runs& runs, int team, int item,
                                           int floats) {
   return static_cast<float*>(task.scratch) +
@@ -69,7 +70,7 @@ struct WarpParts {
   // Into the sums of this team.
   __device__ __forceinline__ void combine() {
     const int from = runs.first_team(part), count = runs.last_team(part) - from + 1;
-    // Lane (g, t) has the totals of part g of eight, and how much it counts.
+    // Lane (g, t) holds the totals of part g of eight, and its weight.
     auto totals_of = [&](int which) {
       if (from + which == team)
         return make_float4(sums.most[0], sums.most[1], sums.sum[0], sums.sum[1]);
@@ -88,7 +89,7 @@ struct WarpParts {
       for (int offset = 4; offset < 32; offset *= 2)
         peak[i] = fmaxf(peak[i], __shfl_xor_sync(kAll, peak[i], offset));
     }
-    // Registers do not hold what is summed of heads of 256 beside what this team has.
+    // Registers cannot hold the combined sums in addition to this team's own for heads of 256.
     constexpr int kChunks = VC <= 2 ? VC : 1;
 #pragma unroll
     for (int chunk = 0; chunk < VC; chunk += kChunks) {
@@ -158,7 +159,7 @@ struct WarpParts {
       if (arrived != every) return false;
       device_fence();
     }
-    __syncwarp();                 // what lane 0 has seen, all have
+    __syncwarp();                 // broadcasts lane 0's result
     if (lane == 0) *counter = 0;  // for the next launch
     combine();
     return true;
@@ -184,15 +185,15 @@ struct WarpParts {
   }
 };
 
-// Floats of shared memory of the sums of a warp of a team: kGroup heads, each D dims, its maximum
-// and its sum.
+// Floats of shared memory for a warp's sums: kGroup heads, each with D dims, its maximum and its
+// sum.
 template <int D>
 __host__ __device__ constexpr int team_floats() {
   return kGroup * (D + 2);
 }
 
-// Partial result of a block whose warps take turns with the spans of a part. The whole block calls
-// every function together.
+// Partial result of a block whose warps alternate over the spans of a part. All threads of the
+// block call every function together.
 template <typename X, int D, int TEAM, typename S>
 struct TeamParts {
   static constexpr int VC = S::VC;
@@ -201,7 +202,7 @@ struct TeamParts {
   const Part& part;
   const int team, heads;  // of the pass
   const Columns* const columns;
-  char* const shared;           // of the block; a warp's sums take the place of its tiles
+  char* const shared;           // shared memory of the block; a warp's sums replace its tiles
   const int warp_stride;        // bytes
   unsigned int* const arrival;  // of shared memory
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, member = threadIdx.x / 32;
@@ -214,7 +215,7 @@ struct TeamParts {
   }
   __device__ __forceinline__ X* out() const { return out_of<X>(task, part, D); }
 
-  // This warp's sums, to shared memory; a barrier follows.
+  // Stores this warp's sums to shared memory; a barrier follows.
   __device__ __forceinline__ void store(const S& sums) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -233,7 +234,7 @@ struct TeamParts {
     }
   }
 
-  // The warps' sums, to the output where the part is its item, else to scratch memory.
+  // Stores the warps' sums: to the output if the part is the whole item, else to scratch memory.
   __device__ __forceinline__ void combine_warps() const {
     for (int i = threadIdx.x; i < heads * D; i += 32 * TEAM) {
       const int h = i / D, d = i % D;
@@ -274,11 +275,11 @@ struct TeamParts {
     return last;
   }
 
-  // The teams' sums, to the output.
+  // Stores the teams' sums to the output.
   __device__ __forceinline__ void combine_teams() const {
     const int from = runs.first_team(part), to = runs.last_team(part);
     for (int h = member; h < heads; h += TEAM) {
-      // lane w holds the maximum and the sum of part w; more than 32 parts take turns
+      // lane w holds the maximum and the sum of part w; more than 32 parts are processed in rounds
       float peak = -CUDART_INF_F;
       for (int w = from + lane; w <= to; w += 32) peak = fmaxf(peak, __ldcg(slot(w, h) + D));
       peak = warp_max(peak);

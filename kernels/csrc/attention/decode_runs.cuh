@@ -1,12 +1,12 @@
 // How decode attention divides the tiles of a batch among teams: warps or, if rows are few, blocks.
 //
-// An item is a row and a pass over it, for a kv head and at most kGroup of its query heads. Items
-// are cut into chunks of equal length, one for each team, where teams suffice for chunks that are
-// not much longer than an equal share of all tiles: no team then begins a second item, and an item
-// that is not cut needs no sums of others. Else all tiles, in the order of their items, are cut
-// into runs of equal length. Each item then counts as a few tiles more than it has (begin_tiles),
-// behind its last: a team with many short ones would else take much longer than one that streams
-// the same bytes of a long one. Many items of equal length are cut between items.
+// An item is a row and a pass over it, for a kv head and at most kGroup of its query heads. If
+// there are enough teams, items are cut into chunks of equal length, one per team, not much longer
+// than an equal share of all tiles: no team then begins a second item, and an uncut item needs no
+// other team's sums. Otherwise all tiles, in the order of their items, are cut into runs of equal
+// length. Each item then counts as a few extra tiles (begin_tiles), after its last: otherwise a
+// team with many short items would take much longer than one that streams the same bytes of a long
+// item. Many items of equal length are cut only between items.
 //
 // The device computes this from context_lens, so that the grid does not depend on them.
 #pragma once
@@ -16,7 +16,7 @@ namespace tridecode {
 namespace {
 
 constexpr int kLeastTiles = 2;   // of a warp
-constexpr int kMostChunks = 16;  // of an item, where teams are warps
+constexpr int kMostChunks = 16;  // minimum tiles of an item if teams are warps
 
 // Fixed cost of starting another work item, in tile equivalents: search, block table, first tiles.
 __host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
@@ -30,15 +30,15 @@ __device__ __forceinline__ int tiles_of(const Task& task, int row) {
 struct Part {
   int row, pass, tiles;  // the item, and its tiles
   int first_tile, last_tile;
-  int item, next;  // places: where the item and the part after this one begin
+  int item, next;  // places where the item begins, and where the part after this one begins
 
   __device__ __forceinline__ bool whole() const { return first_tile == 0 && last_tile == tiles; }
 };
 
-// A place is a tile in the order of all items or, of chunks, a chunk. Team w has the places
-// start_of(w) .. start_of(w + 1).
+// A place is the index of a tile in the order of all items or, with chunks, of a chunk. Team w
+// processes places start_of(w) .. start_of(w + 1).
 struct Runs {
-  const int* prefix;  // of rows: the places of one pass over all rows before it
+  const int* prefix;  // for each row: the places of one pass over all rows before it
   int rows, passes;   // of the batch; of a row
   int span;           // tiles: chunks are whole spans
   bool chunks;
@@ -53,8 +53,8 @@ struct Runs {
   }
   __device__ __forceinline__ int places_of(int row) const { return prefix[row + 1] - prefix[row]; }
 
-  // The part that begins at `at`, of a run that ends at `end`. No tiles: the run begins behind the
-  // item's last.
+  // Returns the part that begins at `at`, of a run that ends at `end`. Without tiles if the run
+  // begins after the item's last tile.
   __device__ __forceinline__ Part find(const Task& task, int at, int end) const {
     const int target = at / passes;
     int low = 0, high = rows;  // prefix[low] <= target < prefix[high]
@@ -92,8 +92,8 @@ struct Runs {
 // Up to this many rows, each warp scans all rows itself; a block-wide scan costs more in barriers.
 constexpr int kRowsOfWarp = 32;
 
-// The sums of four numbers at once, over the block or, `alone`, over the warp. shared: four numbers
-// a warp.
+// Sums four numbers at once, over the block or, if `alone`, over the warp. shared: four numbers per
+// warp.
 __device__ __forceinline__ int4 sum_four(int4 own, int4* shared, bool alone) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -147,9 +147,9 @@ __device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* wa
   __syncthreads();
 }
 
-// Of `available` teams of TEAM warps, who take spans of `span` tiles in turns. LONG_CHUNKS: whether
-// chunks may be up to four times as long as an equal share, or 1.75 times. prefix: num_rows + 1
-// numbers of shared memory, at least kRowsOfWarp + 1.
+// Plans for `available` teams of TEAM warps, which alternate over spans of `span` tiles.
+// LONG_CHUNKS: whether chunks may be up to four times as long as an equal share, or 1.75 times.
+// prefix: num_rows + 1 numbers of shared memory, at least kRowsOfWarp + 1.
 template <int TEAM, bool LONG_CHUNKS>
 __device__ __forceinline__ Runs divide(const Task& task, int available, int span, int* prefix) {
   __shared__ int4 sums[2][kWarps];
@@ -166,13 +166,13 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   const int4 all = sum_four(own, sums[0], alone);
   const int items = all.y * passes;
 
-  // Chunks of at most `longest` tiles, the first of four lengths for which there are teams.
+  // Chunks of at most `longest` tiles: the first of four lengths for which there are enough teams.
   const int share = max(kLeast, (all.x * passes + available - 1) / available);
   auto length = [&](int i) {
     constexpr int kShort[] = {20, 25, 30, 35}, kLong[] = {20, 28, 48, 80};  // twentieths of a share
     return (share * (LONG_CHUNKS ? kLong[i] : kShort[i]) + 19) / 20;
   };
-  // More than there are teams, for an item whose last team would have too many others to add.
+  // More chunks than teams, for an item whose last team would have too many partial results to add.
   auto chunks_of = [&](int tiles, int longest) {
     const int chunks = (tiles + longest - 1) / longest;
     return TEAM == 1 && chunks > kMostChunks ? available + 1 : chunks;
@@ -203,7 +203,8 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
     runs.teams = max(1, total);
   } else {
     runs.teams = max(1, min(available, (total + kLeast - 1) / kLeast));
-    if (items > available) {  // each takes as many items, if that leaves few teams without
+    // each team takes the same number of items, if that leaves few teams idle
+    if (items > available) {
       const int each = (items + available - 1) / available, even = (items + each - 1) / each;
       if (even * 16 >= available * 15) runs.teams = even;
     }

@@ -12,23 +12,24 @@ constexpr int kTile = 16;  // tokens
 template <typename C>
 using EightOf = std::conditional_t<sizeof(C) == 1, uint2, uint4>;
 
-// A source loads pieces: the keys, or the values, of up to kSpan tiles of a row. They are taken in
-// the order in which they were requested, keys and values in turns; kKeysAhead and kValuesAhead are
-// requested before the first is taken. The whole warp calls every function together.
+// A source loads pieces: the keys, or the values, of up to kSpan tiles of a row. Pieces are
+// consumed in the order in which they were issued, alternately keys and values; kKeysAhead and
+// kValuesAhead are issued before the first is consumed. All lanes of the warp call every function
+// together.
 //
-// In lane (g, t), key(s, c, i) is a 16-byte part of token g + 8 i of tile s of the span: dims 32 c
-// + 8 t of 16 bits, 64 c + 16 t of 8. value(s, c, i) is 8 dims, 64 c + 8 g, of token 2 t + i % 2 +
-// i / 2 * 8. Both are zeros beyond D, values also beyond the context, where the cache is undefined.
-// In 8 bits key_scale(s, i) and value_scale(s, i) belong to token g + 8 i; beyond the context they
-// are undefined.
+// In lane (g, t), key(s, c, i) is a 16-byte part of token g + 8 i of tile s of the span: from dim
+// 32 c + 8 t on with 16 bits, 64 c + 16 t with 8. value(s, c, i) is 8 dims, 64 c + 8 g, of token 2
+// t + i % 2 + i / 2 * 8. Both are zeros beyond D, values also beyond the context, where the cache
+// is undefined. In 8 bits key_scale(s, i) and value_scale(s, i) belong to token g + 8 i; beyond the
+// context they are undefined.
 
 // Loads to registers, one tile ahead.
 template <typename X, int D>
 struct Loads {
   static constexpr bool kRing = false;                    // of shared memory
   static constexpr int kSpan = 1;                         // tiles of a piece
-  static constexpr int kKeysAhead = 1, kValuesAhead = 1;  // pieces that are requested at first
-  static constexpr int kResident = D <= 128 ? 3 : 2;      // blocks on a multiprocessor
+  static constexpr int kKeysAhead = 1, kValuesAhead = 1;  // pieces that are issued at first
+  static constexpr int kResident = D <= 128 ? 3 : 2;      // blocks per multiprocessor
   static constexpr int kBytes = 0;                        // of shared memory
   uint4 keys[(D + 31) / 32][2], values[(D + 63) / 64][4];
 
@@ -66,7 +67,7 @@ struct Loads {
   __device__ __forceinline__ uint4 value(int, int c, int i, int) const { return values[c][i]; }
 };
 
-// The same for a cache of C, 8 bits a number.
+// The same for an 8-bit cache of C.
 template <typename C, int D>
 struct Loads8 {
   static constexpr bool kRing = false;
@@ -119,7 +120,7 @@ struct Loads8 {
 };
 
 // Bulk copies into a ring of PIECES in shared memory. A piece is the keys, or the values, of a span
-// of tiles, then their scales; keys and values take turns. Pieces that are read once are evicted
+// of tiles, then their scales; keys and values alternate. Pieces that are read once are evicted
 // first from the L2 cache.
 template <typename X, typename C, int D, int PIECES>
 struct Copies {
@@ -150,17 +151,18 @@ struct Copies {
   }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // In one thread, for one warp's part of shared memory.
+  // Called by one thread, for one warp's part of shared memory.
   static __device__ __forceinline__ void initialize(char* mine) {
     for (int i = 0; i < PIECES; ++i)
       barrier_init(reinterpret_cast<uint64_t*>(mine + kBarriers) + i, 1);
     fence_barriers();
   }
-  // After writes of this thread to shared memory that later copies overwrite; a barrier follows.
+  // Call after this thread's writes to shared memory that later copies overwrite; a barrier must
+  // follow.
   static __device__ __forceinline__ void release() { fence_copies(); }
   // Tiles at .. at + count of a span.
   __device__ __forceinline__ void request(const C* from, const float* scales, int at, int count) {
-    __syncwarp();  // every lane has read the piece in its place
+    __syncwarp();  // every lane has read the piece that occupied the slot
     requested = after(requested);
     if (threadIdx.x % 32 != 0) return;
     const uint64_t policy = once ? evict_first() : evict_normally();

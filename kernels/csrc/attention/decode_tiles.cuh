@@ -6,11 +6,11 @@
 // ring of shared memory per warp, or by loads to registers. Queries beyond the size of the group
 // are zeros: the kernels are memory-bound. Softmax in base 2 and float32.
 //
-// C is what the cache holds: X, int8_t or e4m3. Tiles of 8 bits become halves in registers, and so
-// do queries in bfloat16, times a power of two of their head's. The scale of a key multiplies its
-// score, the scale of a value its probability. Both products are in float32; the latter is divided
-// by a power of two that is not below any value's scale so far, so that a half represents it as
-// exactly as a probability.
+// C is the type of the cache: X, int8_t or e4m3. 8-bit tiles are converted to halves in registers,
+// and so are bfloat16 queries, times a power of two chosen per head. The scale of a key multiplies
+// its score, the scale of a value its probability. Both products are in float32; the latter is
+// divided by a power of two that is at least every value's scale so far, so that a half represents
+// it as precisely as a probability.
 #pragma once
 #include "attention/decode_columns.cuh"
 
@@ -22,7 +22,7 @@ __host__ __device__ constexpr int slot_floats(int head_size) {
   return kGroup * (ceil_div(head_size, 64) * 64 + 2);
 }
 
-// The largest exponent of eight numbers of bfloat16, in place.
+// The largest exponent of eight bfloat16 numbers, as exponent bits in place.
 __device__ __forceinline__ uint32_t largest_bits(const uint4& words) {
   uint32_t most = 0;
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t largest_bits(const uint4& words) {
   return max(most & 0xffffu, most >> 16);
 }
 
-// Eight numbers of bfloat16 times `by` as halves.
+// Converts eight bfloat16 numbers, times `by`, to halves.
 __device__ __forceinline__ void as_halves(uint4& words, float by) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -56,11 +56,13 @@ struct Sums {
   float slope[2] = {}, scale[2];
   float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
   float most[2], sum[2] = {};
-  int limit[2];  // SEVERAL: the tokens that a column sees
-  // in 8 bits: a power of two above the values' scales, and its inverse; output is divided by it
+  // SEVERAL: the tokens visible to a column in 8 bits: a power of two above the values' scales, and
+  // its inverse; output is divided by it
+  int limit[2];
   float unit_scale = 0x1p-126f, inverse = 0x1p126f;
 
-  // Of `heads` heads from `head` on. prepare(q): called with the lane's part of the queries.
+  // Initialises for `heads` heads from `head` on. prepare(q): called with the lane's part of the
+  // queries.
   __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads)
       : Sums(task, row, head, heads, [](uint4 (&)[KC]) {}) {}
   template <typename Prepare>
@@ -83,7 +85,7 @@ struct Sums {
       if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
   }
 
-  // Sums for the columns or, where rows have one query, for `heads` heads.
+  // Initialises for the columns or, if rows have one query, for `heads` heads.
   __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads,
                                   const Columns& columns)
       : Sums(task, row, head, SEVERAL ? 0 : heads) {
@@ -102,7 +104,8 @@ struct Sums {
     for (int i = 0; i < 2; ++i) {
       const int column = 2 * t + i;
       scale[i] = task.scale * kLog2e;
-      // Finite: where a column sees nothing of a tile its probabilities are zeros, not NaN.
+      // Finite, so that a column for which a tile is fully masked has probabilities of zero instead
+      // of NaN.
       most[i] = -1e30f;
       limit[i] = columns.seen(task, column);
       if (task.slopes && column < columns.count)
@@ -114,7 +117,7 @@ struct Sums {
   // Scale each head's query by a power of two so that its maximum lies in [2^14, 2^15): values down
   // to 2^-28 of it keep full fp16 precision. Scores are divided by it.
   __device__ __forceinline__ void queries_as_halves() {
-    uint32_t bits = 30 << 7;  // so that powers of two and their inverses are floats
+    uint32_t bits = 30 << 7;  // so that powers of two and their inverses are representable
 #pragma unroll
     for (int c = 0; c < KC; ++c) bits = max(bits, largest_bits(q[c]));
     bits = max(bits, __shfl_xor_sync(kAll, bits, 1));
@@ -128,8 +131,8 @@ struct Sums {
     for (int i = 0; i < 2; ++i) scale[i] *= __shfl_sync(kAll, lower, threadIdx.x % 4 * 8 + 4 * i);
   }
 
-  // Adds tiles first .. last of a row, which are of one span. Called by the whole warp. keys_taken,
-  // values_taken: request what the source then has room for.
+  // Adds tiles first .. last of a row, which belong to one span. Called by the whole warp.
+  // keys_taken, values_taken: issue the loads for which the source then has room.
   template <typename Source, typename Keys, typename Values>
   __device__ __forceinline__ void add(Source& source, int first, int last, int context,
                                       Keys keys_taken, Values values_taken) {
@@ -292,7 +295,7 @@ struct Sums {
     }
   }
 
-  // After the last tile: the sums of all lanes.
+  // Adds up the sums of all lanes, after the last tile.
   __device__ __forceinline__ void finish() {
     if constexpr (!kExact) scale_output(unit_scale * (1.0f / kLift), unit_scale * (1.0f / kLift));
 #pragma unroll
@@ -304,7 +307,7 @@ struct Sums {
   }
 };
 
-// Requests the tiles of a row and kv head that a warp's Source loads.
+// Issues the loads of the tiles of a row and KV head for a warp's Source.
 template <typename X, typename C, int D, typename Source>
 struct Pages {
   static constexpr bool kExact = std::is_same<C, X>::value;
@@ -321,7 +324,7 @@ struct Pages {
         each(task.block_tokens / kTile),
         reciprocal(0xffffffffu / each + 1) {}
 
-  // From the entry of `tile` on, of a row of `tiles` tiles.
+  // Loads entries from that of `tile` on, of a row of `tiles` tiles.
   __device__ __forceinline__ void load_ids(int tile, int tiles) {
     ids_base = entry_of(tile);
     const int entries = entry_of(tiles - 1) + 1;
@@ -339,7 +342,7 @@ struct Pages {
     return cache_row(id, 0, kv_head, (tile - entry * each) * kTile, task.kv_heads,
                      task.block_tokens);
   }
-  // Keys (which = 0) or values (1) of tiles first .. last, of one span, of a row of `tiles`.
+  // Loads keys (which = 0) or values (1) of tiles first .. last, of one span, of a row of `tiles`.
   __device__ __forceinline__ void request(int which, int first, int last, int tiles) {
     const int64_t at = place_of(which, first, tiles);
     if constexpr (Source::kRing)

@@ -16,7 +16,7 @@ struct Shared {
   int ids[kCandidates];
 };
 
-// Sums over the ranks of a row whose vocabulary is on one rank, and of one that is shared.
+// Sums over the ranks, for a row whose vocabulary is on one rank and for one that is shared.
 struct Alone {
   template <typename Weight>
   __device__ __forceinline__ void add_bins(Weight*) {}
@@ -32,10 +32,10 @@ struct Across {
   __device__ __forceinline__ u64 total(u64 mine) { return exchange.total(mine); }
 };
 
-// Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the
-// next 8 bits of all values whose upper bits are `prefix`, and `ranks` adds those of the peers.
-// Bins are taken from the largest until their sum reaches `wanted`. Returns the smallest order_of
-// that is kept.
+// Finds the bits of a threshold from the most significant down: `add(prefix, mask, shift)` fills
+// the histogram of the next 8 bits of all values whose upper bits are `prefix`, and `ranks` adds
+// those of the peers. Bins are taken from the largest until their sum reaches `wanted`. Returns the
+// smallest order_of that is kept.
 template <typename Weight, typename Ranks, typename Add>
 __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Ranks ranks,
                                     Add add) {
@@ -105,9 +105,9 @@ __device__ __forceinline__ u64 block_total(Shared& shared, u64 mine) {
   return shared.above;
 }
 
-// The draw of a row with min-p, top-k or top-p: the rank of the rank's winner. each(body) calls
-// body(value, column) for all ids that may be kept. total: the mass that top-p takes its share of,
-// where total_given.
+// Draws for a row with min-p, top-k or top-p; returns the rank of the winner. each(body) calls
+// body(value, column) for all ids that may be kept. total: if total_given, the mass that top-p
+// takes as the whole.
 template <typename RowOf, typename Ranks, typename Each>
 __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, bool total_given,
                     Ranks ranks, Each each) {
@@ -172,8 +172,8 @@ __device__ __forceinline__ unsigned maxima_threshold(Shared& shared, const float
 
 constexpr int kRoom = kCandidates - kCandidates / 4;
 
-// Lists the values of order `bound` and above, but -inf, and their columns, behind the list of
-// their segments. False: they are too many.
+// Lists the values of order `bound` and above, except -inf, and their columns, after the list of
+// their segments. Returns false if there are too many.
 template <typename RowOf>
 __device__ __forceinline__ bool list_candidates(Shared& shared, const RowOf& row,
                                                 const float* maxima, int segments, unsigned bound) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ bool list_candidates(Shared& shared, const RowOf& row
   return shared.count <= kRoom;
 }
 
-// The listed candidates, and all of a row that is possible, as `each` of draw.
+// Iterate, as `each` of the draw, over the listed candidates, and over all possible ids of a row.
 struct OfList {
   const float* values;
   const int* columns;
@@ -234,7 +234,7 @@ struct OfRow {
   }
 };
 
-// Of top-p without top-k: the mass of the whole vocabulary.
+// The mass of the whole vocabulary, for top-p without top-k.
 __device__ __forceinline__ double whole_mass(Sum sum, float most) {
   return double(sum.sum) * exp(double(sum.most) - most) * 1099511627776.0;
 }
@@ -242,7 +242,7 @@ __device__ __forceinline__ double whole_mass(Sum sum, float most) {
 template <bool SEVERAL>
 __device__ int draw_limited(Shared& shared, const Row<false, SEVERAL>& row, const float* maxima,
                             int segments, float most, Sum sum) {
-  // top-p of the whole vocabulary: neither top-k nor min-p goes before it
+  // top-p over the whole vocabulary: neither top-k nor min-p precedes it
   const bool alone = row.top_k == 0 && row.min_p == 0.0f;
   const double total = alone ? whole_mass(sum, most) : 0.0;
   const int tried = alone ? kTopPSegments : row.top_k;
@@ -264,8 +264,8 @@ __device__ int draw_limited(Shared& shared, const Row<false, SEVERAL>& row, cons
   return id_of(draw(shared, row, most, total, alone, Alone(), OfRow<Row<false, SEVERAL>>{row}));
 }
 
-// What the last block of a row knows, of this rank and then of all. bound: no id below it is
-// needed, as order_of; 0: there is no such bound. value: of the winner's logit.
+// State of the last block of a row, first for this rank and then for all ranks. bound: ids below it
+// are not needed, as order_of; 0: no bound. value: the winner's logit.
 struct Found {
   u64 largest, winner;
   Sum sum;
@@ -294,10 +294,10 @@ __device__ __forceinline__ Found of_all_ranks(Exchange& exchange, const Found& m
   return all;
 }
 
-// draw_limited over all ranks; the winner's rank and logit. Each rank's bound is at most the
-// top_k-th largest logit of all, so the largest bound is, too. For top-p alone the mass above it
-// decides, by the sum over the ranks. A rank that cannot list its candidates takes all of its row:
-// what is below the bound is not reached by the search.
+// draw_limited over all ranks; returns the winner's rank and logit. Each rank's bound is at most
+// the top_k-th largest logit of all ranks, so the largest bound is, too. For top-p alone the bound
+// must leave enough mass above it, summed over the ranks. A rank that cannot list its candidates
+// uses its whole row: the search does not reach ids below the bound.
 __device__ __forceinline__ Found draw_shared(Shared& shared, const Row<true>& row,
                                              const float* maxima, int segments, const Found& all,
                                              Exchange& exchange) {

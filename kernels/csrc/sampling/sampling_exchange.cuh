@@ -1,19 +1,18 @@
-// What the tensor ranks that share a vocabulary tell each other of one row while they sample it:
-// words of 64 bits, from every thread of the block that finishes the row to the same thread on
-// every other rank.
+// Exchange between tensor ranks that share a vocabulary, while they sample a row: 64-bit words,
+// from every thread of the block that finishes the row to the same thread on every other rank.
 //
 // A word is pushed into each peer's memory as {low, round, high, round} with one 16-byte store;
 // either half carries the number of the round, so that a reader needs no order between them, and
-// nothing is ever cleared. (The flags are those of NCCL's LL protocol.) Two buffers in turn
+// nothing is ever cleared. (The flags are those of NCCL's LL protocol.) Two alternating buffers
 // suffice. A rank sends round n + 1 only after all its threads have read round n of every peer (a
 // barrier is between), and each peer sends round n + 1 only after it has read round n. So a rank
 // that sends round n + 2, into the buffer of round n, has received round n + 1 from all, and all
 // have read round n. The number of the next round is kept in device memory for each row, so that
-// CUDA graphs may be replayed; the numbers of the ranks stay equal because all exchange for the
-// same rows, and decide what they exchange by words that they exchanged.
+// CUDA graphs may be replayed; it stays equal on all ranks because all exchange for the same rows,
+// and base each decision to exchange on exchanged words.
 //
 // Progress: only the last block of a row waits, when its rank has swept the row. Blocks are
-// dispatched row by row, so on every rank those of the lowest row that is not done run or have run,
+// dispatched row by row, so on every rank the blocks of the lowest unfinished row run or have run,
 // and none of them waits for a block that was not dispatched.
 #pragma once
 #include "ranks/peer_memory.cuh"
@@ -21,11 +20,10 @@
 namespace tridecode {
 
 constexpr int kExchangeThreads = 256;
-constexpr int kExchangeBytes = 16 * kExchangeThreads;  // of a round, from one rank to another
+constexpr int kExchangeBytes = 16 * kExchangeThreads;  // bytes of a round, from one rank to another
 constexpr int kGathered = 4;                           // words of a rank in `Exchange::gather`
 
-// The numbers of the rounds of max_rows rows are at the front of what the exchange has of peer
-// memory.
+// The round numbers of max_rows rows are at the start of the exchange's part of peer memory.
 __host__ __device__ constexpr int64_t round_bytes(int max_rows) {
   return (int64_t(max_rows) * sizeof(unsigned) + 255) / 256 * 256;
 }
@@ -36,13 +34,13 @@ struct GatheredWords {
 };
 
 // All threads of the block call its functions, on every rank in the same order, and get the same
-// results. A rank that does not come in time counts as zeros: then the results are wrong, but
+// results. A rank that does not arrive in time counts as zeros: the results are then wrong, but
 // well-formed.
 class Exchange {
  public:
   using u64 = unsigned long long;
 
-  // memory: of each rank, where the exchange begins. own: this rank's front.
+  // memory: start of the exchange in each rank's memory. own: this rank's header.
   __device__ __forceinline__ Exchange(char* const* memory, const tridecode_sample_task& task,
                                       int row, GatheredWords& words)
       : memory_(memory),
@@ -64,12 +62,12 @@ class Exchange {
 
   // The words of the first `count` threads of every rank: words.of[rank][thread].
   __device__ __forceinline__ const GatheredWords& gather(u64 mine, int count) {
-    __syncthreads();  // the words of the gathering before have been read
+    __syncthreads();  // the words of the previous gather have been read
     swap(mine, count, [&](int rank, u64 word) { words_.of[rank][threadIdx.x] = word; });
     return words_;
   }
 
-  // The sum over all ranks of a word that all threads of a rank have alike.
+  // The sum over all ranks of a word that is the same in all threads of a rank.
   __device__ __forceinline__ u64 total(u64 mine) {
     gather(mine, 1);
     u64 all = 0;
@@ -77,7 +75,7 @@ class Exchange {
     return all;
   }
 
-  // For the next launch.
+  // Prepares the next launch.
   __device__ __forceinline__ void close() {
     if (threadIdx.x == 0) *rounds_ = round_;
   }
@@ -85,7 +83,7 @@ class Exchange {
   __device__ __forceinline__ int ranks() const { return ranks_; }
 
  private:
-  // The place in a rank's memory of what another rank sends this thread.
+  // The address in a rank's memory of the words that another rank sends to this thread.
   __device__ __forceinline__ char* place(int owner, int sender) const {
     const int64_t slot = (round_ % 2) * (ranks_ - 1) + sender - (sender > owner);
     return memory_[owner] + buffers_ + slot * kExchangeBytes + threadIdx.x * 16;

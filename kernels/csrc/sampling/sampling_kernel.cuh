@@ -15,8 +15,8 @@
 // Where the tensor ranks share the vocabulary, each sweeps the logits of its ids. The last block of
 // a row then exchanges with the peers (sampling_exchange.cuh): once (best id, winner of the draw,
 // log-sum-exp), and for top-k and top-p the histogram of each pass of the search. No logits are
-// gathered, and the tokens are those of one rank. Only log-sum-exp is added in another order than
-// on one rank: in that of the ranks.
+// gathered, and the tokens equal those of a single rank. Only log-sum-exp is summed in another
+// order: rank by rank.
 //
 // A NaN among a row's logits counts as its largest one, so the row has no token.
 //
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   largest = block_largest(largest, shared.ranks);
   if (drawn) winner = block_largest(winner, shared.ranks);
   Sum sum = {-CUDART_INF_F, 0.0f};
-  if (summed) {  // every warp computes the same
+  if (summed) {  // every warp computes the same result
     for (int i = lane; i < task.chunks; i += 32)
       sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
     sum = warp_merge(sum);
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   } else if (row.greedy) {
     token = id_of(largest);
   } else if (kShared) {
-    token = max(id_of(winner), 0);  // there is none if a rank did not come
+    token = max(id_of(winner), 0);  // none if a rank did not arrive
   } else if (drawn) {
     token = id_of(winner);
   } else {
@@ -225,7 +225,7 @@ int64_t row_bytes(int vocab) {
   return (chunks * (2 * sizeof(u64) + sizeof(Sum)) + segments * sizeof(float) + 15) / 16 * 16;
 }
 
-// The grid of a launch over task.num_rows rows; completes the task.
+// Computes the grid of a launch over task.num_rows rows; completes the task.
 dim3 grid_of_rows(Task& task) {
   task.chunks = task.vocab_size > 0 ? ceil_div(task.vocab_size, kChunk) : 1;
   task.segments = ceil_div(task.vocab_size, kSegment);

@@ -1,5 +1,5 @@
-// A row of logits as sampling reads it: order of logits, random numbers, and what temperature,
-// penalties, bad words and end ids do to a logit.
+// A row of logits for sampling: order of logits, random numbers, and the effects of temperature,
+// penalties, bad words and end ids on a logit.
 #pragma once
 #include "sampling/sampling_exchange.cuh"
 
@@ -11,7 +11,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunk = 8 * kThreads;  // ids
 constexpr int kSegment = 64;          // ids
 constexpr int kCandidates = 4096;
-constexpr int kMostDrafts = 15;       // tokens of a decode row behind its first
+constexpr int kMostDrafts = 15;       // tokens of a decode row after its first
 constexpr int kTopPSegments = 256;    // the candidates' segments for top-p without top-k
 constexpr float kMostGumbel = 22.9f;  // no draw is larger: -log(2^-33) is 22.87
 
@@ -23,14 +23,14 @@ struct Task : tridecode_sample_task {
   int chunks, segments, chunks_each;  // of a row, of a row, of a block
   int64_t row_bytes;                  // of scratch
 };
-// Of ranks that share the vocabulary.
+// Parameters of ranks that share the vocabulary.
 struct SharedTask : Task {
-  char* exchanges[kMostRanks];  // of each rank, in its memory
+  char* exchanges[kMostRanks];  // address in the memory of each rank
 };
-// Rows of logits behind the tokens of decode rows: neighbours may have the same slot. A row's draw
-// is that after the tokens before it, and no slot is updated.
+// Rows of logits after the tokens of decode rows: neighbours may have the same slot. A row's draw
+// takes the tokens before it into account, and no slot is updated.
 struct VerifyTask : Task {
-  const int* token_ids;  // (num_rows), what each row of logits follows
+  const int* token_ids;  // (num_rows), the token that each row of logits follows
 };
 
 // Maps float32 to unsigned integers of the same order.
@@ -48,7 +48,7 @@ __device__ __forceinline__ u64 rank_of(float x, int id) {
 __device__ __forceinline__ int id_of(u64 rank) { return int(0xffffffffu - unsigned(rank)); }
 __device__ __forceinline__ float value_of(u64 rank) { return from_order(unsigned(rank >> 32)); }
 
-// More than any number: the largest of a row with a NaN.
+// Greater than any number: the maximum of a row with NaN.
 constexpr u64 kNanRank = u64(0xffc00000u) << 32;
 
 __device__ __forceinline__ u64 warp_largest(u64 rank) {
@@ -106,8 +106,8 @@ __device__ __forceinline__ Sum warp_merge(Sum mine) {
   return mine;
 }
 
-// One row: what the sweep reads of its slot, and its logits after temperature, penalties and
-// minimum length. A column is an id, counted from the rank's first one.
+// One row: the fields of its slot that the sweep reads, and its logits after temperature, penalties
+// and minimum length. A column is an id, counted from the rank's first one.
 template <bool SHARED, bool SEVERAL = false>
 struct Row {
   const float* logits;
@@ -118,7 +118,7 @@ struct Row {
   uint64_t seed;
   bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
   bool wide;                                             // float4 loads
-  const int* drafts;  // SEVERAL: tokens that are taken as sampled before this one
+  const int* drafts;  // SEVERAL: tokens that count as sampled before this one
   int num_drafts;
 
   __device__ __forceinline__ bool limited() const {
@@ -218,7 +218,7 @@ __device__ __forceinline__ float decayed(const Slot& s, float top_p, int token) 
   return token == s.top_p_reset_id ? s.top_p : fmaxf(top_p * s.top_p_decay, s.top_p_min);
 }
 
-// The row of logits behind token `index`, after the tokens of its decode row before that one.
+// The row of logits after token `index`, given the tokens of its decode row before that one.
 __device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& task, int index,
                                                             int slot) {
   const Row<false> first = row_at<false>(task, index, slot);
@@ -243,8 +243,8 @@ __device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& ta
 }
 
 // Makes the last id of each matching bad word impossible, and the end ids while they are held back,
-// for those in the columns first .. end - 1: minus infinity stays what it is under a temperature
-// and under penalties.
+// if they are in columns first .. end - 1: temperature and penalties leave minus infinity
+// unchanged.
 template <bool SHARED, bool SEVERAL>
 __device__ __forceinline__ void ban_ids(const Task& task, const Row<SHARED, SEVERAL>& row,
                                         int index, int slot, int first, int end, bool held_back) {

@@ -1,6 +1,6 @@
-// What sampling keeps of one sequence in its batch slot, declared once: csrc/sampling
+// The sampling state of one sequence in its batch slot, declared once: csrc/sampling
 // reads this struct, kernels/sampling_state.py makes a numpy dtype of it. Fields with the name of a
-// sampling parameter hold that parameter; kernels/ops.py (sample) says what each does.
+// sampling parameter hold that parameter; kernels/ops.py (sample) defines their effects.
 #pragma once
 #include <stdint.h>
 

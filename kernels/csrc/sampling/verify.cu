@@ -1,5 +1,6 @@
-// The tokens behind several tokens of a slot, and those that it keeps: sampling_kernel.cuh without
-// updates of slots, then a thread for each decode row, which updates its slot token by token.
+// Draws the tokens after several tokens of a slot and determines those that it keeps:
+// sampling_kernel.cuh without updates of slots, then one thread per decode row, which updates its
+// slot token by token.
 #include "sampling/sampling_kernel.cuh"
 
 namespace tridecode {
