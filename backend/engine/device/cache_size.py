@@ -16,9 +16,11 @@ CPU_CACHE_SHARE = 0.25  # share of the available host memory; other programs use
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
-    """Return the blocks that `cache_bytes` holds or, where it is None, those of a share of the free memory;
-    never more than sequences of max_sequence_tokens in all slots can use. Raises ConfigError if not one block
-    fits."""
+    """Return the number of blocks that fit in `cache_bytes` or, if it is None, in a share of the free memory.
+
+    Never more than sequences of max_sequence_tokens in all slots can use. Raises ConfigError if not one block
+    fits.
+    """
     assert config.max_sequence_tokens is not None
     most = config.slots * -(-config.max_sequence_tokens // config.block_tokens)
     if config.cache_bytes is not None:

@@ -1,4 +1,4 @@
-"""Everything that one rank keeps on its device: weights, KV cache, workspace, sampling state, adapters."""
+"""The state of one rank on its device: weights, KV cache, workspace, sampling state, adapters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tridecode.kernels.sampling_state import SamplingState
 class DeviceState:
     """The model of one rank and the memory that steps read and write.
 
-    config: resolved (resolved_settings.resolve). vocab: the ids of this rank where the tensor ranks share the
-    vocabulary, else None. adapters, prompts, prompt_limits: loading.py replaces the empty ones.
+    config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
+    vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DeviceState:
 
     @property
     def first_id(self) -> int:
-        """The id of the first column of logits and counts on this rank."""
+        """Return the id of the first column of logits and counts on this rank."""
         return 0 if self.vocab is None else self.vocab.first
 
     def prompt_place(self) -> PromptPlace:
@@ -78,7 +78,8 @@ class DeviceState:
         self, num_blocks: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> list[CacheLayer]:
         """Return empty caches for all layers of this stage. device: default this rank's. dtype: default that
-        of kv_cache_dtype."""
+        of kv_cache_dtype.
+        """
         dtype = dtype or CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
         shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
         return [_cache_layer(shape, dtype, device or self.device) for shape in shapes]
@@ -89,23 +90,27 @@ class DeviceState:
         return sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
 
     def _block_shapes(self) -> list[tuple[int, int, int, int]]:
-        """(2, kv heads, tokens, head size) of a block, for each layer of this stage."""
+        """Return (2, kv heads, tokens, head size) of a block, for each layer of this stage."""
         tokens, size = self.config.block_tokens, self.ranks.tensor_size
         stage = stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages)
         layers = [self.model_config.of_layer(layer) for layer in stage]
         return [(2, share_size(layer.num_kv_heads, size), tokens, layer.head_size) for layer in layers]
 
     def _max_columns(self) -> int:
-        """Columns of the widest GEMM input on this rank. Normalised inputs count twice: quantising them
-        takes one byte of scratch per column."""
+        """Return the columns of the widest GEMM input on this rank.
+
+        Normalised inputs count twice: quantising them
+        takes one byte of scratch per column.
+        """
         model, size = self.model_config.largest_layer(), self.ranks.tensor_size
         heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
         mlp = max(max(layer.up.weight.shape[0], layer.down.weight.shape[1]) for layer in self.model.layers)
         return max(heads * model.head_size, mlp, 2 * model.hidden_size)
 
     def _context_bytes(self) -> int:
-        """Bytes of the longest sequence's dequantised keys and values in one layer; 0 without an 8-bit
-        cache."""
+        """Return the bytes of the longest sequence's dequantised keys and values in one layer; 0 without an
+        8-bit cache.
+        """
         assert self.config.max_sequence_tokens is not None
         if self.config.kv_cache_dtype not in CACHE_DTYPES:
             return 0
@@ -121,7 +126,8 @@ def _cache_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On the CPU their pages take no memory until they are written; torch.zeros would touch
-    them."""
+    them.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     words = np.zeros(shape, {1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize])

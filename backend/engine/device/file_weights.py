@@ -1,5 +1,4 @@
-"""From weight files to a rank's tensors on the device, in the engine's dtype and in the operations'
-layout."""
+"""Loads weight files to a rank's tensors on the device, in the engine's dtype and the operations' layout."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from tridecode.kernels.ops import Ops
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _THREADS = 8
-_CHUNK_BYTES = 16 << 20  # of pinned memory, two a thread: one is filled while the other is copied
-_COPIED_BYTES = 512 << 20  # of tensors that are merged or cut in host memory, or one larger tensor
+_CHUNK_BYTES = 16 << 20  # bytes of a pinned buffer, two per thread: one is filled while the other is copied
+_COPIED_BYTES = 512 << 20  # bytes of tensors that are merged or cut in host memory, or one larger tensor
 _AHEAD = 48  # tensors on the device that the model has not taken yet
 
 
@@ -55,7 +54,7 @@ class Uploader:
         }
 
     def take(self, name: str) -> Tensor:
-        """The tensor on the device: the one copied ahead or, where its turn has not come, copied now."""
+        """Return the tensor on the device: copied ahead or, if it is not queued yet, copied now."""
         future = self._futures.pop(name, None)
         if future is None or future.cancel():
             return self._upload(name)
@@ -106,7 +105,7 @@ class Uploader:
         return out
 
     def _staging(self) -> tuple[torch.cuda.Stream, list[Tensor], list[torch.cuda.Event]]:
-        """This thread's stream and its two pinned buffers."""
+        """Return this thread's stream and its two pinned buffers."""
         if not hasattr(self._local, "staging"):
             torch.cuda.set_device(self._device)
             buffers = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -119,7 +118,7 @@ class Uploader:
 
 
 class FileWeights(Weights):
-    """The tensors of a WeightReader. `progress` is told each tensor's name.
+    """The tensors of a WeightReader. `progress` is called with each tensor's name.
 
     On CUDA the files are read by several threads, in the order of `specs`, ahead of the model. Call `close`
     when the model is complete.
@@ -174,7 +173,7 @@ def unrounded_weights(
     directory: Path | None,
     model: ModelConfig,
 ) -> Iterator[Weights]:
-    """The weights of another model for an engine of one rank, not rounded while they are loaded.
+    """Return the weights of another model for an engine of one rank, not quantised at load.
 
     directory: None: `served`, whose files have been verified. Raises WeightFileError.
     """

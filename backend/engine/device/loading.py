@@ -53,7 +53,7 @@ def load_engine(
         check_background(model, config, device)
     has_peers = False
     if device.type in PEER_DEVICES and ranks.tensor_size > 1:
-        ranks.barrier("the start of the joining of peers")  # with a limit and a diagnosis
+        ranks.barrier("the start of the joining of peers")  # a barrier with a time limit and a diagnosis
         phase("the joining of peers")
         has_peers = map_peers(ranks, ops, config, model)
     specs = models.family(model.family).weight_specs(model)

@@ -1,8 +1,8 @@
-"""What an engine allocates on a rank's device, to the byte, without the device, the weights or the memory.
+"""Computes, to the byte, what an engine allocates on a rank's device, without the device, weights or memory.
 
-The engine's own constructor runs on torch's meta device, whose tensors have shapes and no data. So the
-figures follow from the code that allocates, not from a second copy of its arithmetic. What libraries take for
-themselves (CUDA's context, cuBLAS, NCCL) is not in our tensors: see LIBRARY_BYTES.
+The engine's own constructor runs on torch's meta device, whose tensors have shapes but no data, so the
+figures come from the allocating code itself. Memory of libraries (CUDA's context, cuBLAS, NCCL) is not in our
+tensors: see LIBRARY_BYTES.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ from tridecode.kernels.gemm.packing import pack_linear
 from tridecode.kernels.operands import Linear
 from tridecode.kernels.reference import Reference
 
-#: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
-#: beside that NCCL's buffers where there are several ranks
+#: estimated memory of libraries on a GPU: CUDA's context with our and torch's kernels and cuBLAS; in addition
+#: NCCL's buffers with several ranks
 LIBRARY_BYTES, NCCL_BYTES = 1 << 30, 1 << 29
-#: of the plan's buffers on the host; more means a setting that nobody can want
+#: limit of the plan's buffers on the host; more means a nonsensical setting
 _MAX_HOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank. weights: of the model, with tables of positions and slopes. workspace: activations,
-    sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
-    cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
-    sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
-    `fixed`. background: of features that work between steps, by their names, with models of their own."""
+    """Bytes of one rank.
+
+    weights: the model's, including tables of positions and slopes. workspace: activations, sampling state and
+    the arrays of a step. scratch: the kernels'; 0 on a CPU. block: one block of the cache, in all layers of
+    this rank. host: host buffers of a GPU's rank. max_blocks: the most blocks that sequences of maximum
+    length can use. adapters: maximum for LoRA adapters, which are loaded while serving; not part of `fixed`.
+    background: features that work between steps, by name, with models of their own.
+    """
 
     stage: int
     tensor_rank: int
@@ -65,12 +68,12 @@ class RankMemory:
 
     @property
     def fixed(self) -> int:
-        """All but the cache."""
+        """Return the bytes of everything except the cache."""
         return self.weights + self.workspace + self.scratch + sum(self.background.values())
 
 
 class _Place(SingleRank):
-    """A rank's place in a group that is not there."""
+    """A rank's place in a group that does not exist."""
 
     def __init__(self, tensor_rank: int, tensor_size: int, stage: int, num_stages: int):
         self.rank = stage * tensor_size + tensor_rank
@@ -83,7 +86,7 @@ class _Place(SingleRank):
 
 
 class _Shapes(Weights):
-    """Tensors of the right shape and dtype, without data."""
+    """Weights with the right shape and dtype but no data."""
 
     def tensor(self, name: str) -> Tensor:
         spec = self.files[name]
@@ -92,8 +95,9 @@ class _Shapes(Weights):
 
 
 class _CpuShapes(Reference):
-    """Packs as kernels.cpu.Cpu: a float32 weight is copied into oneDNN's layout, which has no padding where
-    its sizes are multiples of oneDNN's blocks (16 to 64)."""
+    """Packs like kernels.cpu.Cpu: a float32 weight is copied into oneDNN's layout, which has no padding if
+    its sizes are multiples of oneDNN's blocks (16 to 64).
+    """
 
     def __init__(self, batch_invariant: bool) -> None:
         super().__init__()
@@ -111,7 +115,7 @@ class _CpuShapes(Reference):
 
 
 class _CudaShapes(Reference):
-    """Packs and reserves as kernels.cuda.Cuda, whose arenas grow to float32's size in the warm-up."""
+    """Packs and reserves like kernels.cuda.Cuda, whose arenas grow to float32's size during warm-up."""
 
     def __init__(self, itemsize: int) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class _CudaShapes(Reference):
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         packed = pack_linear(linear, dtype, _capability(), is_head)
-        more = max(packed.dequantised_bytes - self._expanded, 0)  # scratch for the weight that needs most
+        more = max(packed.dequantised_bytes - self._expanded, 0)  # scratch for the weight that needs the most
         self._expanded, self.bytes = self._expanded + more, self.bytes + more
         self._sorts_inputs |= packed.sorts_inputs
         return packed.linear
@@ -140,7 +144,7 @@ class _CudaShapes(Reference):
 
 
 def _capability() -> int:
-    """10 * major + minor of this machine's GPU; 90 without one."""
+    """Return 10 * major + minor of this machine's GPU; 90 without one."""
     if not torch.cuda.is_available():
         return 90
     major, minor = torch.cuda.get_device_capability()
@@ -150,9 +154,9 @@ def _capability() -> int:
 def plan_rank(
     model: ModelConfig, config: EngineConfig, tensor_rank: int, stage: int, device_type: str
 ) -> RankMemory:
-    """The memory of one rank. config: resolved. device_type: "cpu" or "cuda".
+    """Return the memory of one rank. config: resolved. device_type: "cpu" or "cuda".
 
-    Raises ConfigError where the ranks cannot share the model, as load_engine does.
+    Raises ConfigError if the ranks cannot share the model, like load_engine.
     """
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
     columns = -(-config.max_sequence_tokens // config.block_tokens)
@@ -186,7 +190,7 @@ def plan_rank(
     held, _ = _total(engine.state.model, seen)
     background = _background_bytes(engine, config, seen, device_type)
     device, host = _total(engine, seen)
-    if device_type == "cuda":  # the host's buffers are a ring; the device has one
+    if device_type == "cuda":  # the host has a ring of buffers, the device one
         device += engine.buffers.device_bytes
     else:
         device, host = device + host, 0
@@ -204,7 +208,10 @@ def plan_rank(
 def _background_bytes(
     engine: Engine, config: EngineConfig, seen: set[int], device_type: str
 ) -> dict[str, int]:
-    """Bytes of each feature between steps. The served model is in `seen`; the rest is added to it."""
+    """Return the bytes of each feature between steps.
+
+    The served model is already in `seen`; the rest is added to it.
+    """
     found = {}
     for kind, run in zip(background_kinds(config), engine.background):
         device, host = _total(run, seen)
@@ -213,8 +220,11 @@ def _background_bytes(
 
 
 def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
-    """Of max_loras adapters of the highest rank that change every matrix; see adapter_store.Place. A fused
-    matrix counts as three modules, which it is in some families: each has a rank of its own."""
+    """Return the bytes of max_loras adapters of the highest rank that change every matrix; see
+    adapters.store.Place.
+
+    A fused matrix counts as three modules, as it is in some families, each with a rank of its own.
+    """
     if config.lora_path == "none" or config.batch_invariant:
         return 0
     one = 0
@@ -228,8 +238,9 @@ def check_background(
     model: ModelConfig, config: EngineConfig, device: torch.device, memory: int | None = None
 ) -> None:
     """Check the files of the features between steps, and that the engine fits with them and one block of the
-    cache. config: resolved. memory: bytes that may be used; None: the share of the GPU's free memory, or the
-    host's available memory. Raises ConfigError."""
+    cache. config: resolved. memory: usable bytes; None: memory_fraction of the GPU's free memory, or the
+    host's available memory. Raises ConfigError.
+    """
     kinds = background_kinds(config)
     for run in kinds.values():
         run.check(model, config)
@@ -252,7 +263,7 @@ def check_background(
 
 
 def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> list[RankMemory]:
-    """The memory of every rank, in rank order."""
+    """Return the memory of every rank, in rank order."""
     return [
         plan_rank(model, config, tensor_rank, stage, device_type)
         for stage in range(config.pipeline_para_size)
@@ -261,8 +272,11 @@ def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> li
 
 
 def _total(value: Any, seen: set[int]) -> tuple[int, int]:
-    """(bytes on the meta device, bytes on the host) of the tensors below `value` that are not yet in `seen`;
-    a storage counts once."""
+    """Return (bytes on the meta device, bytes on the host) of the tensors below `value` that are not in
+    `seen`.
+
+    Each storage counts once.
+    """
     device = host = 0
     for tensor in _tensors(value, set()):
         storage = tensor.untyped_storage()
@@ -277,7 +291,7 @@ def _total(value: Any, seen: set[int]) -> tuple[int, int]:
 
 
 def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
-    """Every tensor that `value` holds in its attributes, elements and items."""
+    """Yield every tensor in the attributes, elements and items of `value`."""
     if isinstance(value, Tensor):
         yield value
         return

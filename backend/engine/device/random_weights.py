@@ -1,4 +1,4 @@
-"""Random weights of a model's true shape, made on the device: for benchmarks without a checkpoint."""
+"""Random weights of a model's true shape, generated on the device, for benchmarks without a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.ops import Ops
 
-_SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
+_SCALE = 0.02  # standard deviation of matrices and embeddings, as in GPT-2's initialisation
 
 
 class RandomWeights(Weights):
-    """Each tensor comes from a generator of its own, seeded by `seed`, its name and the tensor rank: the same
-    on every run. Norm weights are about 1, biases small."""
+    """Each tensor has its own generator, seeded by `seed`, its name and the tensor rank, so every run gets
+    the same.
+
+    Norm weights are about 1, biases small.
+    """
 
     def __init__(
         self,
@@ -47,8 +50,9 @@ class RandomWeights(Weights):
         return out.add_(1.0) if "layernorm.weight" in name else out
 
     def quantized(self, name: str) -> QuantizedWeight:
-        """The matrix rounded to the nearest values, one after the other: whatever made a directory's, their
-        number and width are these."""
+        """Return the matrix rounded to nearest; number and width of its parts equal those of a real
+        directory.
+        """
         assert self.quantization is not None
         q = self.quantization
         return round_to_nearest(self.tensor(name).t(), q.weights, q.group, q.activations, q.block_rows)

@@ -1,4 +1,4 @@
-"""Decides every "auto" of the engine's settings and logs the decision."""
+"""Resolves every "auto" of the engine's settings and logs the decision."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tridecode.backend.engine.parts.table import BACKGROUND
 
 log = logging.getLogger("tridecode.engine")
 
-#: tokens of a step: enough to fill the device, few enough that decoding rows do not wait long for a prompt
+#: tokens of a step: enough to fill the device, few enough that decode rows do not wait long for prefill
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-#: on a GPU of LARGE_GPU_BYTES; 1.0 (BLOOM-7B1) to 1.2 GB (LLaMA-3-8B) of buffers more. The planner lets no
-#: sequence that decodes wait for so many (planner.MIXED_TOKENS)
+#: on a GPU of LARGE_GPU_BYTES, with 1.0 (BLOOM-7B1) to 1.2 GB (LLaMA-3-8B) more buffers. While sequences
+#: decode, the planner limits steps to fewer (planner.MIXED_TOKENS)
 LARGE_STEP_TOKENS, LARGE_GPU_BYTES = 16384, 70 * 10**9
-#: widths of decode attention at which the bits of a row did not depend on the width
+#: decode attention widths for which a row's bits did not depend on the width
 _INVARIANT_BLOCK = 32
-#: of a step with prompts, which runs without a graph: what the host takes to launch a layer (LLaMA-3-8B: 8 ms
-#: a step), and the multiply-adds a second of an H200; its 8-bit ones are twice as fast
+#: for a prefill step without a graph: host time to launch a layer (LLaMA-3-8B: 8 ms per step), and
+#: multiply-adds per second of an H200; its 8-bit ones are twice as fast
 _HOST_S_PER_LAYER, _MULTIPLIES_PER_S = 0.25e-3, 3.5e14
 _FEWEST_SPREAD_TOKENS = 512
 FEWEST_SLOTS = 64
-MORE_SLOTS = (256, 128)  # on a GPU whose cache then holds USUAL_TOKENS of each sequence
+MORE_SLOTS = (256, 128)  # on a GPU whose cache then holds USUAL_TOKENS per sequence
 USUAL_TOKENS = 512
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device of `config.device`. Raises ConfigError if it is cuda and there is no GPU."""
+    """Return the device of `config.device`. Raises ConfigError if it is cuda and there is no GPU."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "parameter device is cuda, but torch finds no CUDA device; wanted a GPU, or device = cpu or auto"
@@ -46,10 +46,11 @@ def choose_device(config: EngineConfig) -> torch.device:
 def resolve(
     config: EngineConfig, model: ModelConfig, device: torch.device, memory: int | None = None
 ) -> EngineConfig:
-    """`config` with max_sequences, max_sequence_tokens and max_step_tokens decided; logs each decision once.
+    """Return `config` with max_sequences, max_sequence_tokens and max_step_tokens resolved; log each decision
+    once.
 
-    memory: bytes of a GPU that the engine may use; None: those that are free on `device`, and for
-    max_step_tokens all that it has. Raises ConfigError for settings that cannot go together.
+    memory: bytes of a GPU that the engine may use; None: those free on `device` and, for max_step_tokens, all
+    of its memory. Raises ConfigError for incompatible settings.
     """
     if config.batch_invariant and (device.type != "cpu" or config.data_type != "fp32"):
         raise ConfigError(
@@ -91,7 +92,7 @@ def resolve(
 
 
 def _step_tokens(device: torch.device, memory: int | None) -> int:
-    """max_step_tokens where nobody chose it. memory: None: what the GPU has, 0 if torch finds none."""
+    """Return the default of max_step_tokens. memory: None: the GPU's total, 0 if torch finds none."""
     if device.type == "cuda" and memory is None:
         found = torch.cuda.is_available()
         memory = torch.cuda.get_device_properties(device).total_memory if found else 0
@@ -101,10 +102,13 @@ def _step_tokens(device: torch.device, memory: int | None) -> int:
 
 
 def _choose_slots(config: EngineConfig, model: ModelConfig, device: torch.device, memory: int | None) -> int:
-    """The most batch slots of which the cache holds USUAL_TOKENS each, beside the buffers that they take."""
+    """Return the largest slot count that leaves USUAL_TOKENS of KV cache per slot, including the slots'
+    buffers.
+    """
     if device.type != "cuda":
         return FEWEST_SLOTS
-    from tridecode.backend.engine.device import memory as plans  # it runs the engine, which needs this module
+    # imported here: it runs the engine, which needs this module
+    from tridecode.backend.engine.device import memory as plans
 
     if memory is None:
         memory = torch.cuda.mem_get_info(device)[0]
@@ -122,13 +126,16 @@ def _choose_slots(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def _ends(config: EngineConfig) -> set[int]:
-    """The stages that hold most: the first and the last."""
+    """Return the stages with the most memory: the first and the last."""
     return {0, config.pipeline_para_size - 1}
 
 
 def spread_tokens(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
-    """SchedulerLimits.spread_tokens: so many that a GPU computes them for longer than it reads the
-    weights, and than the host launches their step. 0 on a CPU, where decoding rows cost what prompts do."""
+    """Return SchedulerLimits.spread_tokens.
+
+    It is the number of tokens whose computation takes a GPU longer than reading the weights, and longer than
+    the host needs to launch the step. 0 on a CPU, where decode rows cost as much as prefill tokens.
+    """
     if device.type != "cuda":
         return 0
     specs = models.family(model.family).weight_specs(model)

@@ -1,4 +1,4 @@
-"""The state of sampling on the device: what a sequence that takes a slot puts there, and copies of slots."""
+"""The sampling state on the device: initialisation for a sequence that takes a slot, and copies of slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.sampling_rules import remember
 from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, SlotRows, words
 
-#: a parameter whose name is a column's goes there as it is
+#: a parameter with the name of a column is copied unchanged
 _PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
 
 
 def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0) -> None:
-    """Put the sequences that start in this step into their slots. first_id: of state.counts' columns."""
+    """Initialise the slots of the sequences that start in this step.
+
+    first_id: id of state.counts' first column.
+    """
     device = state.slots.device
     rows = np.zeros(len(starts), SLOT)
     for name in _PARAMETERS:
@@ -53,7 +56,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
 def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Copy all state of slot sources[i] to slot destinations[i], for every i at once, on the device.
 
-    A copied sequence draws what the original would: a fork that should differ needs a seed of its own. No
+    A copied sequence draws the same tokens as the original: a fork that should differ needs its own seed. No
     destination occurs twice.
     """
     both = _on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
@@ -63,8 +66,11 @@ def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Seque
 
 
 def beam_slots(state: SamplingState, beams: BeamRows, first_id: int = 0) -> tuple[torch.Tensor, SlotRows]:
-    """(n,) int64 logits rows of a plan's beams and their slots, which take the tokens that the plan brings.
-    first_id: of state.counts' columns."""
+    """Return (n,) int64 logits rows of a plan's beams, and their slots after adding the tokens that the plan
+    carries.
+
+    first_id: id of state.counts' first column.
+    """
     device = state.slots.device
 
     def whole(values: np.ndarray) -> torch.Tensor:
@@ -85,5 +91,5 @@ def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for, whatever the device is executing."""
+    """Return an asynchronous copy, whatever the device is executing."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""Which sequences run in a step. Host only, without torch."""
+"""Chooses the sequences of each step. Host only, without torch."""

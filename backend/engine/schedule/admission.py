@@ -1,4 +1,4 @@
-"""Before a sequence runs: the limits, the checks of a request, and the queue; the totals. No torch."""
+"""Admission: limits, checks of a request, queue and totals. No torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SchedulerLimits:
     """Sizes the scheduler works with. max_step_tokens >= max_sequences.
 
     long_prompt_tokens, recompute_long: ModelConfig.long_prompt_tokens, .recomputes_long. ring_fault: why this
-    model cannot attend to the last tokens alone (sessions.py); "" if it can. micro_batches: plans in flight
-    over which the decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of
-    all its tokens. 1: a plan has all decoding sequences. spread_tokens: the fewest tokens of prompts that a
-    step is limited to while few slots are queued for (spread.py); 0: no step is limited.
+    model cannot run with a ring (sessions.py); "" if it can. micro_batches: plans in flight over which the
+    decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
+    1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
+    queue for few slots (prompt_spread.py); 0: no budget.
     """
 
     num_blocks: int
@@ -50,7 +50,7 @@ class Counters:
 
     requests: int = 0
     refused: int = 0
-    resumed: int = 0  # of `requests`: begun by an engine that is gone
+    resumed: int = 0  # those of `requests` that an engine that is gone had begun
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -60,10 +60,10 @@ class Counters:
 def check_room(
     count: int, waiting: int, free_slots: int, limits: SchedulerLimits, resumed: bool = False
 ) -> None:
-    """Raises RequestError if `count` more sequences never fit, CapacityError if they do not fit now.
+    """Raise RequestError if `count` more sequences never fit, CapacityError if they do not fit now.
 
     max_queued_requests counts sequences that wait beyond those for which a slot is free. resumed: an engine
-    that is gone had accepted them, so the sequences that have come since do not count.
+    that is gone had accepted them, so sequences that arrived since do not count.
     """
     most = limits.max_sequences + limits.max_queued_requests
     if count > most:
@@ -81,10 +81,11 @@ def check_room(
 def fault_of(
     prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits, ring: int = 0, virtual: int = 0
 ) -> str | None:
-    """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks.
+    """Return why this model cannot run the sequence; None if it can. The engine does not rely on a door's
+    checks.
 
-    ring: tokens that the cache keeps of it; 0: all. virtual: number of ids behind the vocabulary that the
-    prompt may have, of prompt learning.
+    ring: tokens of it that the cache keeps; 0: all. virtual: number of ids after the vocabulary that the
+    prompt may have, for prompt learning.
     """
     fault = sampling_params.check(params)
     if fault is not None:
@@ -139,8 +140,10 @@ def fault_of(
 
 
 class LazyHeap(Generic[Item]):
-    """Items by unique ascending key. An item that is no longer live stays until it is the first, or until
-    the heap has doubled; so ending an item costs nothing."""
+    """Items by unique ascending key.
+
+    A dead item stays until it is the first, or until the heap has doubled, so ending an item costs nothing.
+    """
 
     def __init__(self, is_live: Callable[[Item], bool]):
         self._is_live = is_live
@@ -148,7 +151,7 @@ class LazyHeap(Generic[Item]):
         self._sweep_at = 1024  # entries
 
     def __len__(self) -> int:
-        """The most items that may be live."""
+        """Return an upper bound of the live items."""
         return len(self._entries)
 
     def push(self, key: Any, item: Item) -> None:
@@ -159,7 +162,7 @@ class LazyHeap(Generic[Item]):
         heapq.heappush(self._entries, (key, item))
 
     def first(self) -> Item | None:
-        """The live item with the least key; it stays."""
+        """Return the live item with the smallest key, without removing it."""
         while self._entries and not self._is_live(self._entries[0][1]):
             heapq.heappop(self._entries)
         return self._entries[0][1] if self._entries else None

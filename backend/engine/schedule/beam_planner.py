@@ -1,9 +1,9 @@
 """The beam groups that have slots, and their rows of a step. No torch.
 
-The host chooses a beam's tokens, so its row carries the token id, and none of the group's beams is planned
-while the step of another is on the device. A beam's slot has its sampling state as any sequence's: it starts
-with the tokens that are computed again, is copied to the slots of the beams that branch off, and takes the
-token of the step before with the plan (BeamRows.tokens).
+The host chooses a beam's tokens, so its row carries the token id, and no beam of the group is planned while
+the step of another is on the device. A beam's slot has sampling state like any other: it starts with the
+recomputed tokens, is copied to the slots of beams that branch off, and receives the token of the step before
+with the plan (BeamRows.tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, 
 
 @dataclass
 class Rows:
-    """What decoding beams add to a step, (n,) int32 each, and their sequences."""
+    """Rows that decoding beams add to a step, (n,) int32 each, and their sequences."""
 
     sequences: list[Sequence]
     token_ids: np.ndarray
@@ -32,8 +32,11 @@ class Rows:
 
 
 class BeamPlanner:
-    """A group of `width` beams holds as many slots from its admission to its end: one for each beam that
-    runs, and reserved ones. It is preempted as a whole and computed again from the tokens of its beams."""
+    """A group of `width` beams holds `width` slots from its admission to its end: one for each running beam,
+    the rest reserved.
+
+    It is preempted as a whole and recomputed from the tokens of its beams.
+    """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, shifts: np.ndarray):
         """shifts: (S,) int32 by slot, added to rotary positions."""
@@ -45,16 +48,20 @@ class BeamPlanner:
         sequence.group.search = BeamSearch(sequence, self._branch, self._drop)
 
     def members(self) -> list[Sequence]:
-        """The beams that run, of all groups."""
+        """Return the running beams of all groups."""
         return [sequence for group in self.running for sequence in group.sequences]
 
     def ready(self) -> list[Sequence]:
-        """The beams that decode in the next step."""
+        """Return the beams that decode in the next step."""
         return [sequence for sequence in self.members() if sequence.stage is Stage.DECODE]
 
     def admit(self, group: SequenceGroup) -> bool:
-        """Slots and blocks for all beams of a group; False, and nothing done, where they are not free or
-        where a step that was launched before the group's preemption is still on the device."""
+        """Assign slots and blocks to all beams of a group; return False without effect if that is not
+        possible now.
+
+        That is so if they are not free, or if a step that was launched before the group's preemption is still
+        on the device.
+        """
         search, beams = group.search, group.sequences
         assert search is not None
         if any(beam.in_flight for beam in beams) or not self.cache.admit_beams(beams, search.width):
@@ -63,13 +70,13 @@ class BeamPlanner:
         return True
 
     def may_prefill(self, beam: Sequence) -> bool:
-        """Whether the blocks that the beam shares have been computed by earlier plans."""
+        """Return whether earlier plans have computed the blocks that the beam shares."""
         first, lengths = beam.group.sequences[0], self.cache.lengths
         shared = len(beam.prompt) // self.cache.block_tokens * self.cache.block_tokens
         return beam is first or int(lengths[first.slot]) >= shared
 
     def release(self, group: SequenceGroup) -> None:
-        """Give all slots and blocks of a group back; its beams and their tokens stay."""
+        """Release all slots and blocks of a group; its beams and their tokens stay."""
         search = group.search
         assert search is not None
         search.forget()
@@ -81,7 +88,7 @@ class BeamPlanner:
             self.cache.release(sequence)
 
     def take_rows(self, beams: list[Sequence]) -> Rows:
-        """The rows of beams that decode. Advances the lengths in the cache and the tokens in flight."""
+        """Return the rows of beams that decode; advance their cache lengths and tokens in flight."""
         slots = np.array([beam.slot for beam in beams], np.int32)
         positions = self.cache.lengths[slots]
         kv_slots = self.cache.addresses(slots, positions)
@@ -109,9 +116,10 @@ class BeamPlanner:
 
 
 def beam_rows(sampled: list[Sequence], is_decode: list[bool]) -> BeamRows | None:
-    """The beams among the sequences that a step samples, in order; None where there is none.
+    """Return the beams among the sequences that a step samples, in order; None if there is none.
 
-    is_decode: whether the row of each decodes; the slot of a prefill row has started with all tokens."""
+    is_decode: whether each row decodes; the slot of a prefill row has started with all tokens.
+    """
     rows = [row for row, sequence in enumerate(sampled) if sequence.group.search is not None]
     if not rows:
         return None

@@ -1,9 +1,9 @@
-"""How many prompts begin in a step while sequences queue for few slots. Host only: no torch.
+"""Limits the prompts that begin in a step while sequences queue for few slots. Host only: no torch.
 
 Sequences of equal length that begin together end together. One step then computes all their prompts, and the
-steps between have a few rows, for which all weights are read. If prompts begin at different steps, decoding
-rows run in steps whose prompts take longer than reading the weights. So a step admits about as many tokens of
-prompts as the steps before it had on average, whatever the lengths are. The gain:
+steps in between have few rows, for which all weights are read. If prompts begin at different steps, decode
+rows run in steps whose prefill takes longer than reading the weights anyway. So a step admits about the
+average number of prefill tokens of the steps before it, whatever the prompt lengths. The gain:
 tools/bench/studies/step_model.py and docs/lab/loads.md.
 """
 
@@ -11,29 +11,31 @@ from __future__ import annotations
 
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 
-#: A step with prompts costs 2 ms more than its tokens (LAMBADA's prompts on an H200), and decoding rows in it
-#: what they take to multiply: with more slots, and so fewer steps without prompts, spreading is a loss.
+#: A prefill step has a fixed cost of 2 ms (LAMBADA's prompts on an H200), and decode rows in it cost their
+#: multiplications: with more slots, and so fewer steps without prefill, spreading loses.
 MOST_SLOTS = 32
-#: the mean is over about so many steps, and may grow by this factor from step to step
+#: number of steps that the mean covers, and the factor by which it may grow from step to step
 STEPS, GROWTH = 16, 1.25
 
 
 class Spread:
-    """limits.spread_tokens: the fewest tokens that a step is limited to; 0: no step is."""
+    """limits.spread_tokens: the smallest budget of a step; 0: no budget."""
 
     def __init__(self, limits: SchedulerLimits):
         self._fewest, self._unlimited = limits.spread_tokens, limits.max_step_tokens
         if limits.max_sequences > MOST_SLOTS or limits.micro_batches > 1:
             self._fewest = 0
-        self._mean = 0.0  # tokens of prompts in a step
+        self._mean = 0.0  # prefill tokens of a step
 
     def tokens(self, waiting: int, free_slots: int) -> int:
-        """Once a step has admitted prompts of so many tokens, it admits no more. waiting: sequences without a
-        slot."""
+        """Return the prefill budget of a step: once the admitted prompts reach it, no more are admitted.
+
+        waiting: sequences without a slot.
+        """
         if self._fewest == 0 or waiting <= free_slots:
             return self._unlimited
         return max(self._fewest, int(GROWTH * self._mean))
 
     def note(self, prompt_tokens: int) -> None:
-        """A step with so many tokens of prompts was planned."""
+        """Record the prefill tokens of a planned step."""
         self._mean += (prompt_tokens - self._mean) / STEPS

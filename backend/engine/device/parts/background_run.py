@@ -13,13 +13,16 @@ from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.weights import Weights
 
-#: opens the unrounded weights of another model of the served shape, in a directory; None: in the served one
+#: opens the unquantised weights of another model of the served shape, in a directory; None: in the served one
 OpenWeights = Callable[[Union[Path, None], ModelConfig], AbstractContextManager[Weights]]
 
 
 class BackgroundRun:
-    """Base. It is made before the cache of the live requests is allocated and keeps what it needs: a slice
-    touches neither their cache nor their workspace nor their sampling state."""
+    """Base class.
+
+    Created before the cache of live requests is allocated, it holds all memory that it needs: a slice touches
+    neither their cache nor their workspace nor their sampling state.
+    """
 
     buffers: StepBuffers
 
@@ -33,8 +36,9 @@ class BackgroundRun:
 
     def warm_up(self) -> None:
         """Run the largest slice, so that libraries allocate what they need before the live cache takes the
-        rest of the memory."""
+        rest of the memory.
+        """
 
     def begin(self) -> Background:
-        """The host side of a serving engine."""
+        """Return the host side, for a serving engine."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ from tridecode.backend.engine.step.results import to_all
 
 class BeamsRun(PartRun[BeamRows]):
     def after_sampling(self, tokens: Tensor) -> None:
-        """Sampling has left the logits of these rows as they were."""
+        """Compute the candidates; sampling has not changed the logits of these rows."""
         state, beams = self.state, self.part
         shape = (len(beams.rows), min(beams.width, state.model_config.vocab_size))
         ids = torch.zeros(shape, dtype=torch.int32, device=state.device)

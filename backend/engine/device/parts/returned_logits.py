@@ -1,7 +1,7 @@
-"""The logits that a step returns to the host: of positions of prompts, and of rows that are sampled from.
+"""Logits that a step returns to the host: for prompt positions, and for sampled rows.
 
-Steps without such rows do nothing here. The logits of a prompt are computed a few rows at a time in the
-buffers of the sampled rows, and each part is copied to the host, so the device holds no more than before.
+Steps without such rows do nothing here. Prompt logits are computed a few rows at a time in the buffers of the
+sampled rows, and each part is copied to the host, so the device needs no additional memory.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def prompt_logits(
     wanted: list[LogitRows],
     vocab_size: int,
 ) -> list[Tensor]:
-    """For each of the wanted rows the logits (n, V) float32, or () float64, the sum of the targets' log
-    probabilities. x: (T, C), the last stage's output. Collective: every rank calls it; all but rank 0 get [].
+    """Return for each requested row the logits (n, V) float32, or () float64, the sum of the targets' log
+    probabilities.
+
+    x: (T, C), the last stage's output. Collective: every rank calls it; all except rank 0 get [].
     """
     found = [_of_rows(model, context, x, plan, ranks, rows, vocab_size) for rows in wanted]
     return found if ranks.rank == 0 else []
@@ -97,15 +99,17 @@ def _of_rows(
 
 
 def _send(logits: Tensor | None, out: Tensor, vocab: VocabShare | None, ranks: Ranks, like: Tensor) -> None:
-    """Rows of logits of the last stage (None on a rank that has none) to `out` (n, V), on the host of rank 0.
+    """Send rows of the last stage's logits (None on a rank without them) to `out` (n, V), on the host of rank
+    0.
 
-    like: a tensor on this rank's device."""
+    like: a tensor on this rank's device.
+    """
     rows = None if logits is None else whole_rows(logits, vocab, ranks)
     to_first(ranks, rows, tuple(out.shape), out.dtype, like.device, out)
 
 
 def _log_probs(logits: Tensor, targets: Tensor, vocab: VocabShare | None, ranks: Ranks) -> Tensor:
-    """(n,) float64: the log-softmax of each row (n, V) at its target."""
+    """Return (n,) float64, the log-softmax of each row (n, V) at its target."""
     if vocab is not None:
         return log_probs_at(logits, targets, vocab, ranks)
     picked = logits.gather(1, targets[:, None])[:, 0]
@@ -120,9 +124,9 @@ def sample_logits(
     vocab_size: int,
     like: Tensor,
 ) -> Tensor | None:
-    """(n, V) float32 on the host: the wanted rows of logits (R, V), before they are sampled from.
+    """Return (n, V) float32 on the host: the requested rows of logits (R, V), before sampling. Collective.
 
-    Collective. logits: those of the last stage, of this rank's ids; None on another stage. like: a tensor on
+    logits: the last stage's, for this rank's ids; None on another stage. like: a tensor on
     this rank's device. None on all ranks but rank 0.
     """
     out = results.empty_host((len(wanted), vocab_size), torch.float32, like.device)

@@ -1,7 +1,7 @@
 """Shadow runs on the device: the tokens of an ended request, scored by the served model and by its reference.
 
 Both models compute the same tokens by teacher forcing: the prompt and the generated tokens, in chunks, each
-over a cache of its own for one sequence. The logits before every generated token give the two distributions
+with a separate cache for one sequence. The logits before every generated token give the two distributions
 (temperature 1, no penalties) that are compared.
 """
 
@@ -31,14 +31,16 @@ from tridecode.backend.models.decoder import Decoder
 from tridecode.kernels.operands import Batch, CacheLayer
 
 _HEAD_ROWS = 16  # positions whose logits are held at once
-_LOGITS_DTYPE = torch.float64  # of the comparison
+_LOGITS_DTYPE = torch.float64  # bytes of the comparison's buffers
 #: fields in which the reference may differ from the served model
 _OWN_FIELDS = ("model_name", "weight_dtype", "quantization")
 
 
 class ShadowScorer(BackgroundRun):
-    """Holds the reference and the buffers of one chunk. The reference shares the served weights where they
-    are not rounded; then only its cache differs."""
+    """Holds the reference and the buffers of one chunk.
+
+    The reference shares the served weights if they are not quantised; then only its cache differs.
+    """
 
     def __init__(self, state: DeviceState, open_weights: OpenWeights):
         config, device, model = state.config, state.device, state.model_config
@@ -91,7 +93,7 @@ class ShadowScorer(BackgroundRun):
         """Run the largest slice behind the longest context."""
         begin = max(self.longest - self.slice_tokens, min(1, self.longest - 1))  # a first chunk ends at 1
         job = Job("", np.zeros(self.longest, np.int32), self.longest, done=begin)
-        with suppress(ArithmeticError):  # the cache of the tokens before it is empty
+        with suppress(ArithmeticError):  # the cache before this chunk is empty
             self.advance(job)
 
     @torch.inference_mode()
@@ -99,7 +101,7 @@ class ShadowScorer(BackgroundRun):
         """Compute the next chunk of a job by both models and compare it; waits for the device.
 
         A chunk ends with the prompt, as the prefill of the live request did: generated tokens read their keys
-        from the cache. Raises what the device raises, and ArithmeticError for logits that are not numbers.
+        from the cache. Raises what the device raises, and ArithmeticError for non-finite logits.
         """
         begin, end = job.done, min(job.done + self.slice_tokens, len(job.tokens))
         if begin <= job.first:
@@ -117,7 +119,9 @@ class ShadowScorer(BackgroundRun):
         job.done = end
 
     def _plan(self, tokens: np.ndarray, begin: int) -> StepPlan:
-        """A chunk of one prompt from position `begin` on, in the blocks 0, 1, 2 and so on. No sampling."""
+        """Return a plan for a chunk of one prompt from position `begin` on, in blocks 0, 1, 2 and so on,
+        without sampling.
+        """
         count, int32 = len(tokens), np.int32
         positions = np.arange(begin, begin + count, dtype=int32)
         used = -(-(begin + count) // self.block_tokens)
@@ -135,7 +139,7 @@ class ShadowScorer(BackgroundRun):
         )
 
     def _forward(self, model: Decoder, caches: list[CacheLayer], batch: Batch) -> Tensor:
-        """(T, C): the last layer's output."""
+        """Run one model; return (T, C), the last layer's output."""
         context = Context(self._ops, self._ranks, self._work, batch)
         x = self._work.hidden[: batch.num_tokens]
         model.embed(context, x)
@@ -145,7 +149,9 @@ class ShadowScorer(BackgroundRun):
     def _compare(
         self, served: Tensor, reference: Tensor, batch: Batch, at: Sequence[int]
     ) -> tuple[float, int]:
-        """The sum of KL(reference || served) in nats over the rows `at`, and how many agree in arg max."""
+        """Return the sum of KL(reference || served) in nats over the rows `at`, and how many agree in arg
+        max.
+        """
         kl = torch.zeros((), dtype=_LOGITS_DTYPE, device=self._device)
         agreeing = torch.zeros((), dtype=torch.int64, device=self._device)
         for start in range(0, len(at), _HEAD_ROWS):
@@ -166,7 +172,7 @@ class ShadowScorer(BackgroundRun):
 
 
 def _log_softmax(x: Tensor, scratch: Tensor) -> None:
-    """In place, over the last dimension. scratch: as x, overwritten."""
+    """Compute log-softmax in place over the last dimension. scratch: like x, overwritten."""
     x.sub_(x.amax(-1, keepdim=True))
     torch.exp(x, out=scratch)
     x.sub_(scratch.sum(-1, keepdim=True).log_())

@@ -1,4 +1,5 @@
-"""The most likely tokens of each step, for the sequences that want them: which rows, and their way back.
+"""Computes the most likely tokens of a step for the sequences that request them, and returns them to the
+host.
 
 Steps without such a row do nothing here. The log probabilities are those of the model's own logits, before
 temperature, penalties and bad words, as vLLM reports them.
@@ -22,7 +23,7 @@ from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 
 class TopTokensRun(PartRun[TopTokens]):
-    _raw: Tensor | None = None  # (W, V) log probabilities of the rows that want them
+    _raw: Tensor | None = None  # (W, V) log probabilities of the requesting rows
     _found: tuple[Tensor, Tensor] | None = None  # (W, 1 + most) int32 ids and float32 values, on the host
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
@@ -44,7 +45,7 @@ class TopTokensRun(PartRun[TopTokens]):
             self._raw = vocab_logits.raw_log_probs(logits, self._indices, self.state.ranks)
 
     def after_sampling(self, tokens: Tensor) -> None:
-        """Collective: the last stage's results go to rank 0."""
+        """Compute the tokens. Collective: the last stage's results go to rank 0."""
         if not len(self._rows):
             return
         ids, values, state = None, None, self.state
@@ -60,7 +61,7 @@ class TopTokensRun(PartRun[TopTokens]):
         self._found = _to_first(ids, torch.int32, *place), _to_first(values, torch.float32, *place)
 
     def result(self) -> list[TopLogProbs | None]:
-        """One for each sample of the step."""
+        """Return one entry for each sample of the step."""
         found: list[TopLogProbs | None] = [None] * self._num_samples
         if self._found is None:
             return found
