@@ -21,9 +21,7 @@ FOLDERS = ("backend", "converters", "kernels", "model_repo_templates", "tools")
 CXX = (".cu", ".cuh", ".h", ".cc", ".cpp")
 
 # being reshaped; to be emptied, folder by folder, as their prose is rewritten
-EXEMPT = (
-    "backend/engine/schedule/",
-)
+EXEMPT = ("backend/engine/schedule/",)
 
 OPENING = re.compile(r"(Of|As|To|By|With|On|Where|What|Whether) [a-z]")
 IDIOMS = {

@@ -58,8 +58,8 @@ def test_tensor_and_pipeline_ranks_share_it():
         (replace(BF16, data_type="fp32"), Place("cuda", 24 * GIB), "Set data_type to bf16."),
         (replace(BF16, data_type="fp32"), Place("cuda", 24 * GIB, 1, 75), "Set data_type to fp16."),
         (replace(BF16, cache_bytes=60 * GIB), Place("cuda", 40 * GIB), "Lower cache_bytes to"),
-        (BF16, Place("cuda", 1 * GIB), "Take a smaller model"),
-        (BF16, Place("cpu", 8 * GIB), "Take a smaller model"),
+        (BF16, Place("cuda", 1 * GIB), "Use a smaller model"),
+        (BF16, Place("cpu", 8 * GIB), "Use a smaller model"),
     ],
 )
 def test_a_model_that_does_not_fit_is_a_problem_with_a_way_out(config, place, wanted):
