@@ -32,25 +32,29 @@ if TYPE_CHECKING:
 class Family:
     """A family's interface to the converter, the weight reader and the engine.
 
-    name: ModelConfig.family. title: for messages; distinguishes families that share a section. section: name
-    in config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's spelling.
-    read: (section, tied_head) to ModelConfig. keys: those that `read` reads besides common_keys.
-        weight_specs: every tensor of the model; file_specs lists the files. model: (config, weights, ranks,
-    positions) to the decoder of one rank. recognises: whether a section of this name is the family's.
-    has_slopes: whether the family uses ALiBi slopes, one per head; default: if the config has no rotary
-        positions and weight_specs no table of positions.
+    name: ModelConfig.family. title: for messages; distinguishes families that share a section. read:
+    (section, tied_head) to ModelConfig. keys: those that `read` reads besides common_keys. weight_specs:
+    every tensor of the model; file_specs lists the files. model: (config, weights, ranks, positions) to the
+    decoder of one rank. section: name in config.ini, in lower case; default: `name`. model_type: the
+    parameter of config.pbtxt, in FasterTransformer's spelling; default: the title. recognises: whether a
+    section of this name is the family's. has_slopes: whether the family uses ALiBi slopes, one per head;
+    default: if the config has no rotary positions and weight_specs no table of positions.
     """
 
     name: str
     title: str
-    section: str
-    model_type: str
     read: Callable[[IniSection, bool], ModelConfig]
     keys: Callable[[Any], dict[str, object]]  # Any: what `read` returns
     weight_specs: Callable[[Any], list[WeightSpec]]
     model: Callable[[Any, Weights, Ranks, int], Decoder]
+    section: str = ""
+    model_type: str = ""
     recognises: Callable[[IniSection], bool] = lambda section: True
     has_slopes: Callable[[Any], bool] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "section", self.section or self.name)
+        object.__setattr__(self, "model_type", self.model_type or self.title)
 
     def depends_on_heads(self, config: ModelConfig) -> bool:
         """Return whether a pruned layer must know which heads it has kept."""

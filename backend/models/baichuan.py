@@ -45,13 +45,4 @@ class Model(llama.Model):
         return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
 
-FAMILY = Family(
-    name="baichuan",
-    title="Baichuan",
-    section="baichuan",
-    model_type="Baichuan",
-    read=read,
-    keys=keys,
-    weight_specs=llama.LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("baichuan", "Baichuan", read=read, keys=keys, weight_specs=llama.LAYOUT.specs, model=Model)

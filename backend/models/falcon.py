@@ -124,13 +124,4 @@ class Model(Decoder):
         residual(context, x, self.config.activation, caches)
 
 
-FAMILY = Family(
-    name="falcon",
-    title="Falcon",
-    section="falcon",
-    model_type="Falcon",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
-)
+FAMILY = Family("falcon", "Falcon", read=read, keys=keys, weight_specs=weight_specs, model=Model)

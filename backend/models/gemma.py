@@ -36,13 +36,4 @@ class Model(llama.Model):
         x.mul_(self.embedding_scale)
 
 
-FAMILY = Family(
-    name="gemma",
-    title="Gemma",
-    section="gemma",
-    model_type="Gemma",
-    read=read,
-    keys=llama_keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("gemma", "Gemma", read=read, keys=llama_keys, weight_specs=LAYOUT.specs, model=Model)

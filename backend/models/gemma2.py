@@ -101,12 +101,5 @@ class Model(gemma.Model):
 
 
 FAMILY = Family(
-    name="gemma2",
-    title="Gemma 2",
-    section="gemma2",
-    model_type="Gemma2",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
+    "gemma2", "Gemma 2", model_type="Gemma2", read=read, keys=keys, weight_specs=weight_specs, model=Model
 )

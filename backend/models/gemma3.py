@@ -71,12 +71,5 @@ class Model(gemma2.Model):
 
 
 FAMILY = Family(
-    name="gemma3",
-    title="Gemma 3",
-    section="gemma3",
-    model_type="Gemma3",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
+    "gemma3", "Gemma 3", model_type="Gemma3", read=read, keys=keys, weight_specs=weight_specs, model=Model
 )

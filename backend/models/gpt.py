@@ -133,7 +133,6 @@ class Model(Decoder):
 FAMILY = Family(
     name="gpt",
     title="GPT-2 (learned positions)",
-    section="gpt",
     model_type="GPT",
     recognises=recognises,
     read=read,

@@ -43,13 +43,4 @@ class Model(Gpt2):
     """GPT-BigCode on one rank."""
 
 
-FAMILY = Family(
-    name="gptbigcode",
-    title="GPT-BigCode",
-    section="gptbigcode",
-    model_type="GPT-BigCode",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("gptbigcode", "GPT-BigCode", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

@@ -51,13 +51,4 @@ class Model(Decoder):
         self.parallel(context, x, self.config.activation, caches)
 
 
-FAMILY = Family(
-    name="gptj",
-    title="GPT-J",
-    section="gptj",
-    model_type="GPT-J",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("gptj", "GPT-J", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

@@ -40,13 +40,4 @@ class Model(Gpt2):
     """GPT-Neo on one rank."""
 
 
-FAMILY = Family(
-    name="gptneo",
-    title="GPT-Neo",
-    section="gptneo",
-    model_type="GPT-Neo",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("gptneo", "GPT-Neo", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

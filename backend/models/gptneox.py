@@ -89,13 +89,4 @@ class Model(Decoder):
         residual(context, x, self.config.activation, caches)
 
 
-FAMILY = Family(
-    name="gptneox",
-    title="GPT-NeoX",
-    section="gptneox",
-    model_type="GPT-NeoX",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
-)
+FAMILY = Family("gptneox", "GPT-NeoX", read=read, keys=keys, weight_specs=weight_specs, model=Model)

@@ -70,13 +70,4 @@ class Model(Decoder):
         self.sequential(context, x, GATED[self.config.activation], caches)
 
 
-FAMILY = Family(
-    name="llama",
-    title="LLaMA",
-    section="llama",
-    model_type="LLaMA",
-    read=read,
-    keys=llama_keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("llama", "LLaMA", read=read, keys=llama_keys, weight_specs=LAYOUT.specs, model=Model)

@@ -17,13 +17,4 @@ def keys(config: ModelConfig) -> dict[str, object]:
     return {**llama_keys(config), **window_keys(config)}
 
 
-FAMILY = Family(
-    name="mistral",
-    title="Mistral",
-    section="mistral",
-    model_type="Mistral",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("mistral", "Mistral", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

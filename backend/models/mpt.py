@@ -77,13 +77,4 @@ class Model(Decoder):
         self.sequential(context, x, ACTIVATION, caches)
 
 
-FAMILY = Family(
-    name="mpt",
-    title="MPT",
-    section="mpt",
-    model_type="MPT",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("mpt", "MPT", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

@@ -72,13 +72,4 @@ class Model(Decoder):
         self.parallel(context, x, self.config.activation, caches)
 
 
-FAMILY = Family(
-    name="phi",
-    title="Phi",
-    section="phi",
-    model_type="Phi",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
-)
+FAMILY = Family("phi", "Phi", read=read, keys=keys, weight_specs=weight_specs, model=Model)

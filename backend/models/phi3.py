@@ -21,13 +21,4 @@ def keys(config: ModelConfig) -> dict[str, object]:
     return {**llama_keys(config), **window_keys(config)}
 
 
-FAMILY = Family(
-    name="phi3",
-    title="Phi-3",
-    section="phi3",
-    model_type="Phi-3",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("phi3", "Phi-3", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

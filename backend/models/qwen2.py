@@ -18,13 +18,4 @@ def keys(config: ModelConfig) -> dict[str, object]:
     return {**llama_keys(config), **window_keys(config)}
 
 
-FAMILY = Family(
-    name="qwen2",
-    title="Qwen2",
-    section="qwen2",
-    model_type="Qwen2",
-    read=read,
-    keys=keys,
-    weight_specs=LAYOUT.specs,
-    model=Model,
-)
+FAMILY = Family("qwen2", "Qwen2", read=read, keys=keys, weight_specs=LAYOUT.specs, model=Model)

@@ -34,13 +34,4 @@ class Model(llama.Model):
         self.heads = self.with_head_norms(weights)
 
 
-FAMILY = Family(
-    name="qwen3",
-    title="Qwen3",
-    section="qwen3",
-    model_type="Qwen3",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
-)
+FAMILY = Family("qwen3", "Qwen3", read=read, keys=keys, weight_specs=weight_specs, model=Model)

@@ -90,13 +90,4 @@ class Model(Decoder):
         residual(context, x, GATED[self.config.activation], caches)
 
 
-FAMILY = Family(
-    name="stablelm",
-    title="StableLM",
-    section="stablelm",
-    model_type="StableLM",
-    read=read,
-    keys=keys,
-    weight_specs=weight_specs,
-    model=Model,
-)
+FAMILY = Family("stablelm", "StableLM", read=read, keys=keys, weight_specs=weight_specs, model=Model)

@@ -94,8 +94,6 @@ class Model(Decoder):
 FAMILY = Family(
     name="xglm",
     title="XGLM",
-    section="xglm",
-    model_type="XGLM",
     read=read,
     keys=keys,
     weight_specs=LAYOUT.specs,

@@ -28,16 +28,14 @@ from tridecode.converters.sources import Checkpoint
 class CheckpointFamily:
     """How a checkpoint becomes a weight directory.
 
-    model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
-    embedding, head: names of these tensors. model_config: (transformers' config, **common) to
-    ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
-    those of every tensor. takes_head_size: rules also takes the head size, which cannot be inferred from a
-    pruned layer's tensors. ignored: patterns of buffers to skip. renamed: names in other versions ->
-    transformers' current names. head_rules: rules of tensors whose number depends on the config.
+    model_types: transformers' names. embedding, head: names of these tensors. model_config: (transformers'
+    config, **common) to ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules:
+    (number of heads) to those of every tensor. takes_head_size: rules also takes the head size, which cannot
+    be inferred from a pruned layer's tensors. ignored: patterns of buffers to skip. renamed: names in other
+    versions -> transformers' current names. head_rules: rules of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
-    prefix: str
     embedding: str
     model_config: Callable[..., ModelConfig]
     rules: Callable[..., list[Rule]]
@@ -49,6 +47,11 @@ class CheckpointFamily:
     config_class: type[PreTrainedConfig] | None = None
     reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
     takes_head_size: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of a full model's tensors, which the bare model's lack."""
+        return self.embedding.partition(".")[0] + "."
 
     def rules_of(self, config: ModelConfig) -> list[Rule]:
         """Return the rules of all tensors if every layer has the sizes of `config`."""

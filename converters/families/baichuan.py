@@ -133,16 +133,15 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+_IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.future_mask")
+_GGUF = GgufRules("baichuan", _gguf_settings, restore=halves_of_heads, joined={"self_attn.W_pack": QKV_PARTS})
 FAMILY = CheckpointFamily(
     model_types=("baichuan",),
-    prefix="model.",
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
-    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.future_mask"),
+    ignored=_IGNORED,
     config_class=BaichuanConfig,
     reference=reference,
-    gguf=GgufRules(
-        "baichuan", _gguf_settings, restore=halves_of_heads, joined={"self_attn.W_pack": QKV_PARTS}
-    ),
+    gguf=_GGUF,
 )

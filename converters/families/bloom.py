@@ -70,11 +70,5 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("bloom",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("bloom", _gguf_settings, restore=_by_head),
-)
+_GGUF = GgufRules("bloom", _gguf_settings, restore=_by_head)
+FAMILY = CheckpointFamily(("bloom",), EMBEDDING, model_config, rules, gguf=_GGUF)

@@ -34,11 +34,4 @@ def rules(num_heads: int) -> list[Rule]:
     return [*shared_rules(), Rule(source, f"{target}.weight", split_blocks)]
 
 
-FAMILY = CheckpointFamily(
-    model_types=("codegen",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=BUFFERS,
-)
+FAMILY = CheckpointFamily(("codegen",), EMBEDDING, model_config, rules, ignored=BUFFERS)

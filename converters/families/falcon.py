@@ -143,13 +143,9 @@ def _by_group(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
     return torch.cat(list(parts), dim=1).reshape(tensor.shape)
 
 
+#: of old checkpoints
+_IGNORED = ("transformer.h.{i}.self_attention.rotary_emb.inv_freq",)
+_GGUF = GgufRules("falcon", _gguf_settings, restore=_by_group, absent=_gguf_absent)
 FAMILY = CheckpointFamily(
-    model_types=("falcon",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    takes_head_size=True,
-    ignored=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),  # of old checkpoints
-    gguf=GgufRules("falcon", _gguf_settings, restore=_by_group, absent=_gguf_absent),
+    ("falcon",), EMBEDDING, model_config, rules, takes_head_size=True, ignored=_IGNORED, gguf=_GGUF
 )

@@ -41,11 +41,5 @@ def rules(num_heads: int) -> list[Rule]:
     return fold_norms(llama.rules(num_heads))
 
 
-FAMILY = CheckpointFamily(
-    model_types=("gemma",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("gemma", rms_decoder_settings, restore=norms_less_one),
-)
+_GGUF = GgufRules("gemma", rms_decoder_settings, restore=norms_less_one)
+FAMILY = CheckpointFamily(("gemma",), EMBEDDING, model_config, rules, gguf=_GGUF)

@@ -77,11 +77,5 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("gemma2",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("gemma2", _gguf_settings, restore=norms_less_one),
-)
+_GGUF = GgufRules("gemma2", _gguf_settings, restore=norms_less_one)
+FAMILY = CheckpointFamily(("gemma2",), EMBEDDING, model_config, rules, gguf=_GGUF)

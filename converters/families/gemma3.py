@@ -66,11 +66,5 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     return {**settings, "rope_parameters": ropes}
 
 
-FAMILY = CheckpointFamily(
-    model_types=("gemma3_text",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("gemma3", _gguf_settings, restore=norms_less_one),
-)
+_GGUF = GgufRules("gemma3", _gguf_settings, restore=norms_less_one)
+FAMILY = CheckpointFamily(("gemma3_text",), EMBEDDING, model_config, rules, gguf=_GGUF)

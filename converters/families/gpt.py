@@ -66,19 +66,14 @@ def learned_position_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("gpt2",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=(
-        "transformer.h.{i}.attn.bias",
-        "transformer.h.{i}.attn.masked_bias",
-    ),  # causal masks, once stored
-    gguf=GgufRules(
-        "gpt2",
-        learned_position_settings,
-        transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
-    ),
+#: causal masks, once stored
+_IGNORED = (
+    "transformer.h.{i}.attn.bias",
+    "transformer.h.{i}.attn.masked_bias",
 )
+_GGUF = GgufRules(
+    "gpt2",
+    learned_position_settings,
+    transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
+)
+FAMILY = CheckpointFamily(("gpt2",), EMBEDDING, model_config, rules, ignored=_IGNORED, gguf=_GGUF)

@@ -68,13 +68,8 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     return {**learned_position_settings(header), "multi_query": True}
 
 
+_IGNORED = ("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias", "transformer.bias")
+_GGUF = GgufRules("starcoder", _gguf_settings)
 FAMILY = CheckpointFamily(
-    model_types=("gpt_bigcode",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    takes_head_size=True,
-    ignored=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias", "transformer.bias"),
-    gguf=GgufRules("starcoder", _gguf_settings),
+    ("gpt_bigcode",), EMBEDDING, model_config, rules, takes_head_size=True, ignored=_IGNORED, gguf=_GGUF
 )

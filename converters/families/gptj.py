@@ -66,11 +66,4 @@ BUFFERS = tuple(
     f"transformer.h.{{i}}.attn.{name}" for name in ("bias", "masked_bias", "embed_positions", "causal_mask")
 )
 
-FAMILY = CheckpointFamily(
-    model_types=("gptj",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=BUFFERS,
-)
+FAMILY = CheckpointFamily(("gptj",), EMBEDDING, model_config, rules, ignored=BUFFERS)

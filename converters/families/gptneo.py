@@ -60,11 +60,5 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-FAMILY = CheckpointFamily(
-    model_types=("gpt_neo",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=tuple(f"transformer.h.{{i}}.attn.attention.{name}" for name in ("bias", "masked_bias")),
-)
+_IGNORED = tuple(f"transformer.h.{{i}}.attn.attention.{name}" for name in ("bias", "masked_bias"))
+FAMILY = CheckpointFamily(("gpt_neo",), EMBEDDING, model_config, rules, ignored=_IGNORED)

@@ -74,15 +74,13 @@ def _by_head(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
     return join_heads(hf.num_attention_heads, tensor) if ".attn_qkv." in name else tensor
 
 
+#: buffers of old checkpoints
+_IGNORED = tuple(
+    f"gpt_neox.layers.{{i}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+)
+_GGUF = GgufRules("gptneox", _gguf_settings, restore=_by_head)
+#: so in files, until transformers renames it there too
+_RENAMED = {"embed_out.weight": "lm_head.weight"}
 FAMILY = CheckpointFamily(
-    model_types=("gpt_neox",),
-    prefix="gpt_neox.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=tuple(
-        f"gpt_neox.layers.{{i}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
-    ),  # buffers that old checkpoints have
-    renamed={"embed_out.weight": "lm_head.weight"},  # so in files, until transformers renames it there too
-    gguf=GgufRules("gptneox", _gguf_settings, restore=_by_head),
+    ("gpt_neox",), EMBEDDING, model_config, rules, ignored=_IGNORED, renamed=_RENAMED, gguf=_GGUF
 )

@@ -92,14 +92,7 @@ def gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("llama",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=(
-        "model.layers.{i}.self_attn.rotary_emb.inv_freq",
-    ),  # of old checkpoints; follows from rope_theta
-    gguf=GgufRules("llama", gguf_settings, restore=halves_of_heads),
-)
+#: of old checkpoints; follows from rope_theta
+_IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+_GGUF = GgufRules("llama", gguf_settings, restore=halves_of_heads)
+FAMILY = CheckpointFamily(("llama",), EMBEDDING, model_config, rules, ignored=_IGNORED, gguf=_GGUF)

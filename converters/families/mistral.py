@@ -27,10 +27,4 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-FAMILY = CheckpointFamily(
-    model_types=("mistral",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-)
+FAMILY = CheckpointFamily(("mistral",), EMBEDDING, model_config, rules)

@@ -133,12 +133,5 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("mpt",),
-    prefix="transformer.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    reference=reference,
-    gguf=GgufRules("mpt", _gguf_settings),
-)
+_GGUF = GgufRules("mpt", _gguf_settings)
+FAMILY = CheckpointFamily(("mpt",), EMBEDDING, model_config, rules, reference=reference, gguf=_GGUF)

@@ -57,10 +57,4 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-FAMILY = CheckpointFamily(
-    model_types=("opt",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-)
+FAMILY = CheckpointFamily(("opt",), EMBEDDING, model_config, rules)

@@ -69,12 +69,7 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("phi",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),  # of old checkpoints
-    gguf=GgufRules("phi2", _gguf_settings),
-)
+#: of old checkpoints
+_IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+_GGUF = GgufRules("phi2", _gguf_settings)
+FAMILY = CheckpointFamily(("phi",), EMBEDDING, model_config, rules, ignored=_IGNORED, gguf=_GGUF)

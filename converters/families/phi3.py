@@ -74,11 +74,5 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-FAMILY = CheckpointFamily(
-    model_types=("phi3",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("phi3", _gguf_settings, joined={"self_attn.qkv_proj": QKV_PARTS}),
-)
+_GGUF = GgufRules("phi3", _gguf_settings, joined={"self_attn.qkv_proj": QKV_PARTS})
+FAMILY = CheckpointFamily(("phi3",), EMBEDDING, model_config, rules, gguf=_GGUF)

@@ -24,11 +24,5 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-FAMILY = CheckpointFamily(
-    model_types=("qwen2",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("qwen2", rms_decoder_settings),
-)
+_GGUF = GgufRules("qwen2", rms_decoder_settings)
+FAMILY = CheckpointFamily(("qwen2",), EMBEDDING, model_config, rules, gguf=_GGUF)

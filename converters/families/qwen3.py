@@ -43,11 +43,4 @@ def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
     return {**rms_decoder_settings(header), "attention_bias": header.in_layers("attn_output.bias")}
 
 
-FAMILY = CheckpointFamily(
-    model_types=("qwen3",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    gguf=GgufRules("qwen3", _gguf_settings),
-)
+FAMILY = CheckpointFamily(("qwen3",), EMBEDDING, model_config, rules, gguf=GgufRules("qwen3", _gguf_settings))

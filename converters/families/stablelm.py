@@ -12,13 +12,13 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.stablelm import StableLmConfig
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.families.llama import EMBEDDING, rules
 from tridecode.converters.families.phi import rotated_size
 from tridecode.converters.gguf.hyperparameters import GgufHeader
 from tridecode.converters.gguf.rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import max_positions, rope_config, shape
-from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
+from tridecode.converters.rules import Rule
 
-EMBEDDING = "model.embed_tokens.weight"
 _GATES = {
     "silu": "silu",
     "swish": "silu",
@@ -48,23 +48,6 @@ def model_config(hf: PreTrainedConfig, **common) -> StableLmConfig:
         head_norms=hf.qk_layernorm,
         **common,
     )
-
-
-def rules(num_heads: int) -> list[Rule]:
-    layer, out = "model.layers.{i}", "model.layers.{i}"
-    qkv = tuple(f"{layer}.self_attn.{name}_proj" for name in "qkv")
-    return [
-        Rule(EMBEDDING, "model.wte"),
-        *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
-        *module_rules(qkv, f"{out}.attention.query_key_value", join_transposed, join),
-        *module_rules(f"{layer}.self_attn.o_proj", f"{out}.attention.dense", transpose),
-        *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
-        *module_rules(f"{layer}.mlp.gate_proj", f"{out}.mlp.gate_proj", transpose),
-        *module_rules(f"{layer}.mlp.up_proj", f"{out}.mlp.up_proj", transpose),
-        *module_rules(f"{layer}.mlp.down_proj", f"{out}.mlp.down_proj", transpose),
-        *module_rules("model.norm", "model.final_layernorm"),
-        Rule("lm_head.weight", "model.lm_head.weight"),
-    ]
 
 
 def stack(*heads: Tensor) -> Tensor:
@@ -101,13 +84,9 @@ _GGUF_ROWS = {
 }
 
 
+#: of old checkpoints
+_IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+_GGUF = GgufRules("stablelm", _gguf_settings, rows=_GGUF_ROWS)
 FAMILY = CheckpointFamily(
-    model_types=("stablelm",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    head_rules=head_rules,
-    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),  # of old checkpoints
-    gguf=GgufRules("stablelm", _gguf_settings, rows=_GGUF_ROWS),
+    ("stablelm",), EMBEDDING, model_config, rules, head_rules=head_rules, ignored=_IGNORED, gguf=_GGUF
 )

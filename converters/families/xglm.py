@@ -52,12 +52,5 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-FAMILY = CheckpointFamily(
-    model_types=("xglm",),
-    prefix="model.",
-    embedding=EMBEDDING,
-    model_config=model_config,
-    rules=rules,
-    ignored=("model.embed_positions.weights",),  # that old checkpoints hold
-    reference=reference,
-)
+_IGNORED = ("model.embed_positions.weights",)
+FAMILY = CheckpointFamily(("xglm",), EMBEDDING, model_config, rules, ignored=_IGNORED, reference=reference)

@@ -24,7 +24,7 @@ class FoxConfig(LlamaConfig):
 
 def register(monkeypatch, **hooks) -> None:
     """A family `fox`: LLaMA's network under a name that transformers does not know."""
-    fox = CheckpointFamily(("fox",), "model.", LLAMA.embedding, LLAMA.model_config, LLAMA.rules, **hooks)
+    fox = CheckpointFamily(("fox",), LLAMA.embedding, LLAMA.model_config, LLAMA.rules, **hooks)
     known = {**families(), "fox": fox}
     monkeypatch.setattr(families_module, "families", lambda: known)
 
