@@ -137,18 +137,23 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
 }
 
 
+def transformers_config(config: ModelConfig) -> PreTrainedConfig | None:
+    """Return transformers' configuration; None if transformers does not support these settings."""
+    model_type, make = _CONFIGS.get(config.family, ("", lambda config: None))
+    hf_config = make(config) if model_type in families() else None
+    if hf_config is not None:
+        hf_config.vocab_size = config.vocab_size
+        hf_config.tie_word_embeddings = config.tied_head
+    return hf_config
+
+
 def directory_reference(config: ModelConfig, tensors: TensorSource) -> Callable[[torch.dtype], Module] | None:
     """Return (dtype) -> transformers' model; None if transformers does not support these settings.
 
     tensors: by our names.
     """
-    model_type, make = _CONFIGS.get(config.family, ("", lambda config: None))
-    hf_config = make(config) if model_type in families() else None
-    if hf_config is None:
-        return None
-    hf_config.vocab_size = config.vocab_size
-    hf_config.tie_word_embeddings = config.tied_head
-    return partial(_model, hf_config, config, tensors)
+    hf_config = transformers_config(config)
+    return None if hf_config is None else partial(_model, hf_config, config, tensors)
 
 
 def _model(

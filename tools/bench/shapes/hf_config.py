@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.converters.references.directory import transformers_config
 
 
 def hf_config(model: ModelConfig) -> PretrainedConfig:
     """Raises UnsupportedError for a shape that the family's class cannot express."""
-    ids: dict[str, Any] = {"bos_token_id": model.start_id, "eos_token_id": model.end_id}
-    if model.family == "bloom":
-        return BloomConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            n_layer=model.num_layers,
-            n_head=model.num_heads,
-            layer_norm_epsilon=model.norm_eps,
-            **ids,
-        )
-    if model.family == "gpt":
-        return GPT2Config(
-            vocab_size=model.vocab_size,
-            n_positions=model.max_positions,
-            n_embd=model.hidden_size,
-            n_layer=model.num_layers,
-            n_head=model.num_heads,
-            n_inner=model.mlp_size,
-            layer_norm_epsilon=model.norm_eps,
-            **ids,
-        )
-    rope = model.rope
-    if model.family != "llama" or not rope or rope.scaling != "default" or rope.size != model.head_size:
+    made = _llama(model) if model.family == "llama" else transformers_config(model)
+    if made is None:
         raise UnsupportedError(
-            f"{model.model_name}: {model.family} with rope {rope} has no transformers configuration here"
+            f"{model.model_name}: {model.family} with rope {model.rope} has no configuration of transformers"
         )
+    made.bos_token_id, made.eos_token_id = model.start_id, model.end_id
+    return made
+
+
+def _llama(model: ModelConfig) -> PretrainedConfig | None:
+    rope = model.rope
+    if not rope or rope.scaling != "default" or rope.size != model.head_size:
+        return None
     return LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -50,5 +36,4 @@ def hf_config(model: ModelConfig) -> PretrainedConfig:
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tied_head,
         rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
-        **ids,
     )
