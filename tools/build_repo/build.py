@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -41,7 +42,7 @@ from tridecode.model_repo_templates.repository import (
     tokenizer_dir,
     write_models,
 )
-from tridecode.model_repo_templates.served import DEFAULT, ENGINE_MODEL, RepositoryModel
+from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
@@ -58,18 +59,6 @@ def build_repo(
     tensor_para_size: int = 1,
     pipeline_para_size: int = 1,
     dtype: str | None = None,
-    contracts: Sequence[str] = DEFAULT,
-    owners: Sequence[str] = (),
-    ensemble_owner: str = "",
-    decoupled: Sequence[str] = (),
-    decoupled_fastertransformer: bool = False,
-    plain_text: bool = False,
-    unbatched_text: bool = False,
-    exclude_input: bool = False,
-    uint32_text_inputs: bool = False,
-    wrap_token_ids: bool = False,
-    stand_ins: bool = False,
-    vllm_model: str = "vllm_model",
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
     lora: str | Path | None = None,
@@ -85,24 +74,22 @@ def build_repo(
     parity_text: GivenText | None = None,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
+    **models_arguments: Any,
 ) -> Path:
     """Convert `model` and write the repository `output`, completely or not at all. Returns its path.
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take the
-    tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights. contracts,
-    owners, ensemble_owner, decoupled, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
-    uint32_text_inputs, wrap_token_ids, stand_ins, vllm_model: see repository_models. engine_settings:
-    parameters of EngineConfig. parity: compare with transformers and write PARITY.json. reference: another
-        checkpoint to compare with; for a weight directory, the one that it was made from. num_heads:
-    attention
-        heads, for a Megatron checkpoint that does not record them. prompts: NeMo's archives of prompt
-    learning and PEFT's folders. overwrite: an output that is a model repository is replaced. quantization:
-        quantise the layers' matrices to it by rounding to nearest. keep_quantization: matrices of a quantised
-        checkpoint stay unchanged if weight directories support their format. quantization_floor: quality that
-    the
-        result must then reach. calibration: quantise by its method, instead of `quantization`. parity_text:
-    compare on these texts too.
+    tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights.
+    models_arguments: contracts and the other arguments of repository_models. engine_settings: parameters of
+    EngineConfig. parity: compare with transformers and write PARITY.json. reference: another checkpoint to
+    compare with; for a weight directory, the one that it was made from. num_heads: attention heads, for a
+    Megatron checkpoint that does not record them. prompts: NeMo's archives of prompt learning and PEFT's
+    folders. overwrite: an output that is a model repository is replaced. quantization: quantise the layers'
+    matrices to it by rounding to nearest. keep_quantization: matrices of a quantised checkpoint stay
+    unchanged if weight directories support their format. quantization_floor: quality that the result must
+    then reach. calibration: quantise by its method, instead of `quantization`. parity_text: compare on these
+    texts too.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -110,21 +97,7 @@ def build_repo(
     console = console or Console(highlight=False, soft_wrap=True)
     output = Path(output)
     check_output(output, overwrite)
-    models = partial(
-        repository_models,
-        ensemble_owner,
-        decoupled_fastertransformer,
-        plain_text,
-        unbatched_text,
-        contracts=contracts,
-        owners=owners,
-        decoupled=decoupled,
-        exclude_input=exclude_input,
-        uint32_text_inputs=uint32_text_inputs,
-        wrap_token_ids=wrap_token_ids,
-        stand_ins=stand_ins,
-        vllm_model=vllm_model,
-    )
+    models = partial(repository_models, **models_arguments)
     models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model, num_heads)
     for learned in map(Path, prompts):
