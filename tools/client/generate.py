@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 import typer
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from tridecode.backend.base.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
-from tridecode.tools.client.triton_stream import plain_reason, stream_results
+from tridecode.tools.client.triton_stream import plain_reason, stream_results, tensor
 
 GRPC_PORT = 8001  # tritonserver's default
 _CONNECT_S = 10.0  # seconds until a server that does not answer counts as absent
@@ -132,7 +132,7 @@ def find_text_model(url: str, name: str | None = None, streaming: bool = True) -
 
     url: host:port of gRPC. Raises EngineDownError if no server answers, RequestError if it has no such model.
     """
-    with _client(url) as client:
+    with connected(url) as client:
         if name is not None:
             return _named(client, name)
         found = [_describe(client, model) for model in TEXT_MODELS if client.is_model_ready(model)]
@@ -158,7 +158,7 @@ def stream_text(
     RequestError for an option that does not exist or does not fit its dtype, TridecodeError with the server's
     text if the request fails.
     """
-    with _client(url) as client:
+    with connected(url) as client:
         found = _named(client, model) if model else find_text_model(url)
         inputs = _inputs(prompt, {"stream": found.decoupled, **sampling}, found.dtypes)
         for result in stream_results(client, found.name, inputs, timeout_s, request_id=uuid.uuid4().hex):
@@ -183,7 +183,7 @@ def infer_text(
         pieces = list(stream_text(url, found.name, prompt, **options))
         reason = pieces[-1].finish_reason if pieces else ""
         return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces), reason)
-    with _client(url) as client:
+    with connected(url) as client:
         inputs = _inputs(prompt, dict(sampling), found.dtypes)
         return _piece(client.infer(found.name, inputs, client_timeout=timeout_s))
 
@@ -245,11 +245,11 @@ def _inputs(
     if unknown:
         raise RequestError(f"no sampling option {unknown[0]}; there are {', '.join(SAMPLING)}")
     options.setdefault("max_tokens", 128)
-    inputs = [_tensor("text_input", np.array([[prompt.encode()]], np.object_))]
-    inputs += [_tensor(name, np.array([[flag]], np.bool_)) for name, flag in flags.items()]
+    inputs = [tensor("text_input", np.array([[prompt.encode()]], np.object_))]
+    inputs += [tensor(name, np.array([[flag]], np.bool_)) for name, flag in flags.items()]
     for name, value in options.items():
         if value is not None:
-            inputs.append(_tensor(name, _option(name, value, dtypes.get(name, SAMPLING[name]))))
+            inputs.append(tensor(name, _option(name, value, dtypes.get(name, SAMPLING[name]))))
     return inputs
 
 
@@ -265,14 +265,8 @@ def _option(name: str, value: Any, dtype: Any) -> np.ndarray:
     return np.array([[value]], dtype)
 
 
-def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
-    tensor = triton.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
-    tensor.set_data_from_numpy(value)
-    return tensor
-
-
 @contextmanager
-def _client(url: str) -> Iterator[triton.InferenceServerClient]:
+def connected(url: str) -> Iterator[triton.InferenceServerClient]:
     """Yield a client whose errors are TridecodeErrors; EngineDownError if the server does not answer."""
     client = triton.InferenceServerClient(url)
     try:

@@ -6,8 +6,9 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tritonclient.grpc as grpc_client
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.base.errors import EngineDownError
 
@@ -26,6 +27,12 @@ NO_SERVER = {
     "Socket closed": "it closes the connection: is it the port of HTTP?",
     "failed to connect": "no connection",
 }
+
+
+def tensor(name: str, value: np.ndarray) -> grpc_client.InferInput:
+    made = grpc_client.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
+    made.set_data_from_numpy(value)
+    return made
 
 
 def plain_reason(text: str) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 from tokenizers import Tokenizer
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT
 from tridecode.tools.client.chat import find_tokenizer_dir
 from tridecode.tools.client.generate import grpc_address
+from tridecode.tools.client.triton_stream import tensor
 from tridecode.tools.evaluate.prompt_tasks import Item, Score, read_items, score
 from tridecode.tools.progress import counter
 
@@ -138,11 +139,7 @@ def _ask(
         "is_return_log_probs": np.full((len(rows), 1), True),
         **learned.tensors(len(rows)),
     }
-    inputs = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
+    inputs = [tensor(name, array) for name, array in arrays.items()]
     result = client.infer(model, inputs, client_timeout=timeout_s)
     found, ends = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
     starts = result.as_numpy("response_input_lengths")

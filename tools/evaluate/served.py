@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
 import numpy as np
 import tritonclient.grpc as triton
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
-from tridecode.backend.base.errors import EngineDownError, RequestError, TridecodeError
+from tridecode.backend.base.errors import RequestError, TridecodeError
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
-from tridecode.tools.client.triton_stream import NO_SERVER, plain_reason, stream_results
+from tridecode.tools.client.generate import connected
+from tridecode.tools.client.triton_stream import stream_results, tensor
 from tridecode.tools.evaluate.lambada import Question
 
 #: models of a repository, the recommended one first
@@ -42,7 +42,7 @@ def find_model(url: str, name: str | None) -> ServedModel:
 
     Raises EngineDownError if no server answers, RequestError if it has no such model.
     """
-    with _connected(url) as client:
+    with connected(url) as client:
         names = [name] if name is not None else [one for one in MODELS if client.is_model_ready(one)]
         if not names:
             raise RequestError(f"{url} has none of the models {', '.join(MODELS)} ready; wanted one: --model")
@@ -101,7 +101,7 @@ def ask(
             done += len(indices)
             progress(done)
 
-    with _connected(url):
+    with connected(url):
         pass  # an absent server is one clear error
     clients = _Clients(url)
     with ThreadPoolExecutor(max(1, concurrency)) as pool:
@@ -164,44 +164,17 @@ def _is_right(answer: tuple[int, ...] | str, question: Question) -> bool:
 
 def _token_inputs(question: Question) -> list[triton.InferInput]:
     return [
-        _tensor("input_ids", np.array([question.prompt], np.uint32)),
-        _tensor("input_lengths", np.array([[len(question.prompt)]], np.uint32)),
-        _tensor("request_output_len", np.array([[len(question.target)]], np.uint32)),
+        tensor("input_ids", np.array([question.prompt], np.uint32)),
+        tensor("input_lengths", np.array([[len(question.prompt)]], np.uint32)),
+        tensor("request_output_len", np.array([[len(question.target)]], np.uint32)),
     ]
 
 
 def _text_inputs(question: Question, model: ServedModel) -> list[triton.InferInput]:
     whole = np.uint32 if model.whole_type == "UINT32" else np.int32
     return [
-        _tensor("text_input", np.array([[question.prompt_text.encode()]], np.object_)),
-        _tensor("max_tokens", np.array([[len(question.target)]], whole)),
-        _tensor("stream", np.array([[model.decoupled]])),
-        _tensor("exclude_input_in_output", np.array([[True]])),
+        tensor("text_input", np.array([[question.prompt_text.encode()]], np.object_)),
+        tensor("max_tokens", np.array([[len(question.target)]], whole)),
+        tensor("stream", np.array([[model.decoupled]])),
+        tensor("exclude_input_in_output", np.array([[True]])),
     ]
-
-
-def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
-    tensor = triton.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
-    tensor.set_data_from_numpy(value)
-    return tensor
-
-
-@contextmanager
-def _connected(url: str) -> Iterator[triton.InferenceServerClient]:
-    """A client of a server that answers; EngineDownError, else RequestError with the server's text."""
-    client = triton.InferenceServerClient(url)
-    try:
-        client.is_server_live(client_timeout=10.0)
-        yield client
-    except InferenceServerException as error:
-        text = error.message() or ""
-        if error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED") or any(
-            part in text for part in NO_SERVER
-        ):
-            raise EngineDownError(
-                f"no Triton server answers at {url} over gRPC ({plain_reason(text)}): is it running? "
-                "tridecode serve REPOSITORY"
-            ) from None
-        raise RequestError(text) from None
-    finally:
-        client.close()
