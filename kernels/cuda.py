@@ -15,6 +15,7 @@ from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention, has_kernel
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
+from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
 from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear, Norm, Product
@@ -75,7 +76,7 @@ class Cuda:
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        self.gemms.linear(x, linear, norm, activation, residual, out)
+        self.gemms.linear(Call(x, linear, out, norm, activation, residual))
 
     def linears(self, products: Sequence[Product]) -> bool:
         return self.gemms.linears(products)
@@ -91,7 +92,7 @@ class Cuda:
         *,
         out: Tensor,
     ) -> None:
-        self.gemms.project_qkv(x, linear, norm, heads, batch, cache, out)
+        self.gemms.project_qkv(Call(x, linear, out, norm), heads, batch, cache)
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         self.gemms.finish_qkv(qkv, heads, batch, cache)

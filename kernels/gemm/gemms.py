@@ -17,7 +17,7 @@ from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.packed import Int4, Packed
 from tridecode.kernels.gemm.packing import pack_linear
 from tridecode.kernels.gpu import Gpu
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Product
 
 
 class Gemms:
@@ -48,39 +48,20 @@ class Gemms:
             self._gpu.arena("expanded_weight", packed.dequantised_bytes)
         return packed.linear
 
-    def linear(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None,
-        activation: str | None,
-        residual: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        call = Call(x, linear, out, norm, activation, residual)
+    def linear(self, call: Call) -> None:
         check_call("linear", call)
-        if x.shape[0] > 0:
-            self.kinds[linear.kind].linear(call)
+        if call.tokens > 0:
+            self.kinds[call.linear.kind].linear(call)
 
     def linears(self, products: Sequence[Product]) -> bool:
         return self.chain.linears(products)
 
-    def project_qkv(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None,
-        heads: Heads,
-        batch: Batch,
-        cache: CacheLayer,
-        out: Tensor,
-    ) -> None:
-        call = Call(x, linear, out, norm)
+    def project_qkv(self, call: Call, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         check_call("project_qkv", call)
-        check_qkv("project_qkv", out, heads, batch, cache)
-        if x.shape[0] > 0:
+        check_qkv("project_qkv", call.out, heads, batch, cache)
+        if call.tokens > 0:
             fields = fields_of_heads(heads, batch, cache)
-            self.kinds[linear.kind].project(call._replace(heads=heads, head_fields=fields))
+            self.kinds[call.linear.kind].project(call._replace(heads=heads, head_fields=fields))
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         check_qkv("finish_qkv", qkv, heads, batch, cache)

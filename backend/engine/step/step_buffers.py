@@ -68,11 +68,6 @@ class StepBuffers:
         self._turn = 0
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of the host ring."""
-        return sum(buffer.nbytes for buffer in self._host)
-
-    @property
     def device_bytes(self) -> int:
         """Bytes of the buffer on a GPU."""
         return self._host[0].nbytes
