@@ -55,9 +55,11 @@ def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
 
 
 def instances(kernel: str) -> set[tuple[str, ...]]:
-    """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file."""
-    text = source(f"{kernel}.cu").read_text()
-    listed = re.search(r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)", text)
+    """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file, or in the header of its kind."""
+    pattern = r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)"
+    kind = kernel.removesuffix("_8bit").removesuffix("_two_parts")
+    listed = re.search(pattern, source(f"{kernel}.cu").read_text())
+    listed = listed or re.search(pattern, source(f"{kind}.cuh").read_text())
     assert listed is not None
     found = [tuple(entry.split(", ")) for entry in re.findall(r"\b_\(([^)]*)\)", listed.group(1))]
     assert found and len(found) == len(set(found))

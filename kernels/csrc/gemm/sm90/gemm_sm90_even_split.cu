@@ -2,15 +2,6 @@
 // Bench: python -m tridecode.kernels.bench linear
 #include "gemm/sm90/gemm_sm90_even_split.cuh"
 
-namespace tridecode {
-namespace {
-
-// (tokens of a tile, epilogue, split). gemm_table.py chooses among them.
-#define TRIDECODE_INSTANCES(_) _(128, kPlain, 4) _(256, kPlain, 4)
-
-}  // namespace
-}  // namespace tridecode
-
 using namespace tridecode;
 
 int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* given, void* stream) {
@@ -19,12 +10,7 @@ int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* given, void* strea
   return divided_evenly(name, task, [&](Mode mode, const Division& division) {
     return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
       using X = decltype(zero);
-#define TRIDECODE_RUN(tokens_, mode_, split_)                               \
-  if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
-    return run_even<X, X, tokens_, split_>(task, division, stream);
-      TRIDECODE_INSTANCES(TRIDECODE_RUN)
-      return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", name,
-                  task.tile_tokens, int(mode), task.split);
+      return run_instance<X, X>(name, task, mode, division, stream);
     });
   });
 }

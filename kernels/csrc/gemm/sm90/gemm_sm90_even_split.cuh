@@ -179,5 +179,23 @@ int divided_evenly(const char* what, const GemmTask& task, Run run) {
   });
 }
 
+// (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, which has two sets
+// of sums, has tiles of 128 tokens.
+#define TRIDECODE_INSTANCES(_) _(128, kPlain, 4) _(256, kPlain, 4)
+
+// Runs the instance that the task names, with operands of a type.
+template <typename X, typename Operand>
+int run_instance(const char* what, const GemmTask& task, Mode mode, const Division& division,
+                 void* stream) {
+#define TRIDECODE_RUN(tokens_, mode_, split_)                                 \
+  if constexpr (tokens_ <= 128 || !std::is_same<Operand, E4m3>::value) {      \
+    if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
+      return run_even<X, Operand, tokens_, split_>(task, division, stream);   \
+  }
+  TRIDECODE_INSTANCES(TRIDECODE_RUN)
+  return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", what,
+              task.tile_tokens, int(mode), task.split);
+}
+
 }  // namespace
 }  // namespace tridecode

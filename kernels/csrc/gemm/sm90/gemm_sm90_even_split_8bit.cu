@@ -4,16 +4,6 @@
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_even_split.cuh"
 
-namespace tridecode {
-namespace {
-
-// (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, with its two sets of
-// accumulators, has tiles of 128 tokens.
-#define TRIDECODE_INSTANCES(_) _(128, kPlain, 4) _(256, kPlain, 4)
-
-}  // namespace
-}  // namespace tridecode
-
 using namespace tridecode;
 
 int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task* given, void* stream) {
@@ -25,14 +15,7 @@ int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task* given, void* 
       return for_operand(task.operand, name, [&](auto value) {
         using X = decltype(zero);
         using Operand = decltype(value);
-#define TRIDECODE_RUN(tokens_, mode_, split_)                                 \
-  if constexpr (tokens_ <= 128 || std::is_same<Operand, int8_t>::value) {     \
-    if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
-      return run_even<X, Operand, tokens_, split_>(task, division, stream);   \
-  }
-        TRIDECODE_INSTANCES(TRIDECODE_RUN)
-        return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", name,
-                    task.tile_tokens, int(mode), task.split);
+        return run_instance<X, Operand>(name, task, mode, division, stream);
       });
     });
   });

@@ -224,5 +224,30 @@ int checked(const char* what, const GemmTask& task, Run run) {
   return run(mode);
 }
 
+// (tokens of a tile, epilogue, split). gemm_table.py chooses among them.
+// clang-format off
+#define TRIDECODE_INSTANCES(_) \
+  _(16, kPlain, 1) _(16, kPlain, 2) _(16, kPlain, 3) \
+  _(16, kQkv, 1) _(16, kQkv, 2) _(16, kQkv, 3) \
+  _(16, kQkvRotary, 1) _(16, kQkvRotary, 2) _(16, kQkvRotary, 3) \
+  _(32, kPlain, 1) _(32, kPlain, 2) _(32, kPlain, 3) \
+  _(32, kQkv, 1) _(32, kQkv, 2) _(32, kQkv, 3) \
+  _(32, kQkvRotary, 1) _(32, kQkvRotary, 2) _(32, kQkvRotary, 3) \
+  _(64, kPlain, 1) _(64, kPlain, 2) _(64, kPlain, 3) \
+  _(64, kQkv, 1) _(64, kQkv, 2) _(64, kQkv, 3) \
+  _(64, kQkvRotary, 1) _(64, kQkvRotary, 2) _(64, kQkvRotary, 3)
+// clang-format on
+
+// Runs the instance that the task names, with operands of a type.
+template <typename X, typename Operand>
+int run_instance(const char* what, const GemmTask& task, Mode mode, void* stream) {
+#define TRIDECODE_RUN(tokens_, mode_, split_)                               \
+  if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
+    return run<X, Operand, tokens_, mode_, split_>(task, stream);
+  TRIDECODE_INSTANCES(TRIDECODE_RUN)
+  return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", what,
+              task.tile_tokens, int(mode), task.split);
+}
+
 }  // namespace
 }  // namespace tridecode

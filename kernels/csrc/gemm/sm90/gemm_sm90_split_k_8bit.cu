@@ -4,26 +4,6 @@
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_split_k.cuh"
 
-namespace tridecode {
-namespace {
-
-// (tokens of a tile, epilogue, split). gemm_table.py chooses among them.
-// clang-format off
-#define TRIDECODE_INSTANCES(_) \
-  _(16, kPlain, 1) _(16, kPlain, 2) _(16, kPlain, 3) \
-  _(16, kQkv, 1) _(16, kQkv, 2) _(16, kQkv, 3) \
-  _(16, kQkvRotary, 1) _(16, kQkvRotary, 2) _(16, kQkvRotary, 3) \
-  _(32, kPlain, 1) _(32, kPlain, 2) _(32, kPlain, 3) \
-  _(32, kQkv, 1) _(32, kQkv, 2) _(32, kQkv, 3) \
-  _(32, kQkvRotary, 1) _(32, kQkvRotary, 2) _(32, kQkvRotary, 3) \
-  _(64, kPlain, 1) _(64, kPlain, 2) _(64, kPlain, 3) \
-  _(64, kQkv, 1) _(64, kQkv, 2) _(64, kQkv, 3) \
-  _(64, kQkvRotary, 1) _(64, kQkvRotary, 2) _(64, kQkvRotary, 3)
-// clang-format on
-
-}  // namespace
-}  // namespace tridecode
-
 using namespace tridecode;
 
 int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* given, void* stream) {
@@ -35,12 +15,7 @@ int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* given, void* str
       return for_operand(task.operand, name, [&](auto value) {
         using X = decltype(zero);
         using Operand = decltype(value);
-#define TRIDECODE_RUN(tokens_, mode_, split_)                               \
-  if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
-    return run<X, Operand, tokens_, mode_, split_>(task, stream);
-        TRIDECODE_INSTANCES(TRIDECODE_RUN)
-        return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", name,
-                    task.tile_tokens, int(mode), task.split);
+        return run_instance<X, Operand>(name, task, mode, stream);
       });
     });
   });
