@@ -45,4 +45,30 @@ struct BlockSums {
   }
 };
 
+// The statistics of a row that a block shares. v: this thread's items of 8 numbers;
+// each_item(body): calls body(i, column) for those that the row has. The sum is a pass of its own,
+// so that all loads are issued before the first is used.
+template <int ITEMS, typename EachItem>
+__device__ __forceinline__ RowNorm block_row_norm(const float (&v)[ITEMS][8], EachItem each_item,
+                                                  bool centred, int columns, float eps,
+                                                  float (*shared)[32]) {
+  float sums[1] = {};
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[0] += v[i][j];
+  }
+  RowNorm norm[1];
+  row_statistics(
+      norm, sums, centred, columns, eps,
+      [&](auto body) {
+        each_item([&](int i, int) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) body(0, v[i][j]);
+        });
+      },
+      BlockSums{shared});
+  return norm[0];
+}
+
 }  // namespace tridecode

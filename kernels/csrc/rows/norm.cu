@@ -33,25 +33,10 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
   let_successor_start();
   wait_for_predecessor_alone();
   each_item([&](int i, int c) { load8(x + blockIdx.x * x_stride + c, v[i]); });
-  float sums[1] = {};  // a separate pass: all loads are issued before the first is used
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sums[0] += v[i][j];
-  }
-  RowNorm norm[1];
-  row_statistics(
-      norm, sums, bias != nullptr, columns, eps,
-      [&](auto body) {
-        each_item([&](int i, int) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) body(0, v[i][j]);
-        });
-      },
-      BlockSums{shared});
+  const RowNorm norm = block_row_norm(v, each_item, bias != nullptr, columns, eps, shared);
   each_item([&](int i, int c) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[i][j] = norm[0](v[i][j], w[i][j], b[i][j]);
+    for (int j = 0; j < 8; ++j) v[i][j] = norm(v[i][j], w[i][j], b[i][j]);
     store8(out + blockIdx.x * out_stride + c, v[i]);
   });
 }

@@ -92,28 +92,13 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
     let_successor_start();
     wait_for_predecessor_alone();
     each_item([&](int i, int c) { load_ordered(row, order, c, v[i]); });
-    float sums[1] = {};
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[0] += v[i][j];
-    }
-    RowNorm norm[1];
-    row_statistics(
-        norm, sums, bias != nullptr, columns, eps,
-        [&](auto body) {
-          each_item([&](int i, int) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) body(0, v[i][j]);
-          });
-        },
-        BlockSums{sums_shared});
+    const RowNorm norm = block_row_norm(v, each_item, bias != nullptr, columns, eps, sums_shared);
     each_item([&](int i, int) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         put(words[i], j,
-            pack<X>(norm[0](v[i][2 * j], w[i][2 * j], b[i][2 * j]),
-                    norm[0](v[i][2 * j + 1], w[i][2 * j + 1], b[i][2 * j + 1])));
+            pack<X>(norm(v[i][2 * j], w[i][2 * j], b[i][2 * j]),
+                    norm(v[i][2 * j + 1], w[i][2 * j + 1], b[i][2 * j + 1])));
     });
   } else {
     let_successor_start();
