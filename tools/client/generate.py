@@ -292,10 +292,14 @@ def _check_live(client: triton.InferenceServerClient, url: str) -> None:
         ) from None
 
 
+#: gRPC status -> our code; what Triton does not find is a model
+_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "NOT_FOUND": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
+
+
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
     """Return the server's text as the error class of its status."""
     status = (error.status() or "").removeprefix("StatusCode.")
-    code = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}.get(status, status)
+    code = _CODES.get(status, status)
     where = f" (server: {url})" if url and code == "UNAVAILABLE" else ""
     return BY_CODE.get(code, TridecodeError)(f"{with_advice(error.message() or '')}{where}")
 
