@@ -23,14 +23,22 @@ CXX = (".cu", ".cuh", ".h", ".cc", ".cpp")
 # being reshaped; to be emptied, folder by folder, as their prose is rewritten
 EXEMPT = ("backend/engine/schedule/",)
 
-OPENING = re.compile(r"(Of|As|To|By|With|On|Where|What|Whether) [a-z]")
+OPENING = re.compile(
+    r"(Of|As|To|By|With|On|In|At|From|For|Into|Until|Before|After|Behind|Beside|"
+    r"Where|What|Whether|Why|Which|How|That|Those|Also|Else) [a-z]"
+)
 IDIOMS = {
     re.compile(r"\bso (many|few|much) (?!(that|as)\b)[a-z]+", re.IGNORECASE): "say how many",
     re.compile(r"(?<!there )\b(is|are) no (?!(longer|more|less)\b)[a-z0-9]+", re.IGNORECASE): (
         'say "is not a ..."'
     ),
     re.compile(r"\bsave (for|that|when|where|of)\b"): 'say "except"',
-    re.compile(r"\basked for\b"): "say requested, issued or loaded",
+    re.compile(r"\bask(s|ed)? for\b"): "say requested, issued or loaded",
+    re.compile(r"\b(goes|go|went) on (?!to\b)|\bgoes on\."): "say continue",
+    re.compile(r"\bfor ever\b"): 'say "forever" or "indefinitely"',
+    re.compile(r"\b(is|are|was|were|be|been) told\b"): "say reported, called or known",
+    re.compile(r"\breads? (it|them) not\b"): "say ignored",
+    re.compile(r"\bwhoever\b", re.IGNORECASE): "name who or what it is",
     re.compile(r"\bof which\b"): "make it two sentences",
 }
 

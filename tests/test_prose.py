@@ -26,6 +26,12 @@ def found(tmp_path, name: str, text: str) -> list[str]:
         "# nothing fails save for memory\n",
         "# tensors that are asked for\n",
         '"""Rows, of which some are padding."""\n',
+        "# Until the server ends\n",
+        'def f():\n    """How it ended."""\n',
+        "# a row that goes on with the next token\n",
+        "# the rank waits for ever\n",
+        "# doors are told of the end\n",
+        "# whoever reads it\n",
     ],
 )
 def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
@@ -42,6 +48,8 @@ def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
         "# there is no such file, and it is no longer open\n",
         "# so much that it overflows\n",
         "# save the file\n",
+        "# the answer goes on to the next door\n",
+        "# in one thread\nx = 1\n",
         "x = 1  # whether it fits\n",
     ],
 )

@@ -29,7 +29,7 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 class RenderJob:
     """One render: a template, its variables, and the text that the prompt has to end with.
 
-    final_text: of the last message, whose answer goes on; None: an answer of its own.
+    final_text: text of the last message, which the answer continues; None: a new answer.
     """
 
     source: str
@@ -51,7 +51,8 @@ class RenderJob:
 @dataclass(frozen=True)
 class ChatTemplate:
     """path: the file that has the template; source: its text. special_tokens: bos_token, eos_token and other
-    *_token settings, as texts. tool_source: the template of requests with tools; None: the same."""
+    *_token settings, as texts. tool_source: the template of requests with tools; None: the same.
+    """
 
     path: Path
     source: str
@@ -101,8 +102,8 @@ class ChatTemplate:
     ) -> RenderJob:
         """Prepare the render of messages; the arguments are those of transformers' apply_chat_template.
 
-        continue_final_message: the prompt ends with the text of the last message, which the model goes on
-        with. values: other variables of the template. Raises FieldError.
+        continue_final_message: the prompt ends with the text of the last message, which the model continues.
+        values: other variables of the template. Raises FieldError.
         """
         source, shown, final_text = self.source_for(tools), [_aliased(one) for one in messages], None
         if continue_final_message:

@@ -106,7 +106,8 @@ class Child:
 
     def answer(self, frame: bytes) -> dict[str, Any]:
         """{"text": ...} or {"fault": ...}, for a caller that waits. Raises TemplateFault where the child has
-        to be replaced, ChildKilled where another child may render the same request."""
+        to be replaced, ChildKilled where another child may render the same request.
+        """
         deadline = time.monotonic() + self.limits.seconds
         try:
             self.socket.settimeout(self.limits.seconds)
@@ -120,7 +121,7 @@ class Child:
             raise self.lost() from None
 
     def lost(self) -> Exception:
-        """Why the child's connection has ended: TemplateFault or ChildKilled. Waits up to a second."""
+        """Return why the child's connection has ended: TemplateFault or ChildKilled. Waits up to a second."""
         end = self._end()
         if end == f"signal {signal.SIGKILL.value}":
             return ChildKilled()
@@ -139,7 +140,7 @@ class Child:
         self.process.wait()
 
     def _end(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         try:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -172,7 +173,8 @@ class Child:
 
 def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
     """The frame that asks a child for a text. Raises TemplateFault for values that are not of JSON's types,
-    and for too many bytes."""
+    and for too many bytes.
+    """
     try:
         request = json.dumps({"source": source, "values": values}).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:

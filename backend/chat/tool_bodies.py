@@ -21,8 +21,9 @@ _CALL_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,64}")
 
 class Body:
     """name: of the call that is being read; "": not known, or not yet to be shown. arguments: their new text,
-    which the reader clears. ended: the call is complete; the reader calls `next_call` before it goes on.
-    done: no further call belongs to this body. failed: what comes next cannot belong to it."""
+    which the reader clears. ended: the call is complete; the reader calls `next_call` before it continues.
+    done: no further call belongs to this body. failed: what comes next cannot belong to it.
+    """
 
     def __init__(self, names: Collection[str]):
         self.names = names
@@ -31,7 +32,8 @@ class Body:
 
     def scan(self, text: str, place: int) -> int:
         """Take text[place:], up to the end of a call at most. Returns the place behind the last character
-        taken. How the text is cut has no effect on any result."""
+        taken. How the text is cut has no effect on any result.
+        """
         while place < len(text) and not (self.ended or self.done or self.failed):
             try:
                 place = self._step(text, place)
@@ -44,7 +46,8 @@ class Body:
 
     def _step(self, text: str, place: int) -> int:
         """Take some of text[place:]. Returns the place behind it. Raises MalformedJson where text[place] does
-        not belong to the body."""
+        not belong to the body.
+        """
         raise NotImplementedError
 
     def _scan_value(self, value: JsonScanner, text: str, place: int) -> int:
@@ -227,7 +230,8 @@ class NamedBody(Body):
 
 class PythonBody(Body):
     """NAME.call(key=value, ...), as LLaMA 3 calls its built-in tools. A value is JSON, or True, False, None.
-    The arguments are reported at the end."""
+    The arguments are reported at the end.
+    """
 
     _WORDS = {"True": True, "False": False, "None": None}
 

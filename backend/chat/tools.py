@@ -22,7 +22,8 @@ _TOOLS_VARIABLE = re.compile(r"\btools\b")
 class ToolRequest:
     """The tools of a request. schemas: as the template sees them. choice: "auto", "required" or "named".
     named: the function that has to be called; "": any. parallel: an answer may have several calls.
-    strict: a function wants arguments that follow its schema, which nothing guarantees."""
+    strict: a function wants arguments that follow its schema, which nothing guarantees.
+    """
 
     schemas: list[dict[str, Any]]
     choice: str = "auto"
@@ -40,7 +41,7 @@ class ToolRequest:
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """How a request with tools is answered.
+    """The handling of a request with tools.
 
     schemas: the variable `tools` of the template. suffix: text behind the rendered prompt, which the answer
     continues. shown_tokens: special tokens that the answer's text has to show. stop: stop words besides the
@@ -73,7 +74,8 @@ class ToolPlan:
 
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolRequest | None:
     """The tools of a request; None: it has none, or forbids calls. Values are of JSON's types, None for a
-    field that was not sent. Raises FieldError, UnsupportedField."""
+    field that was not sent. Raises FieldError, UnsupportedField.
+    """
     if parallel_tool_calls not in (None, True, False):
         raise FieldError("parallel_tool_calls", f"is {shown(parallel_tool_calls)}; wanted true or false")
     if tools is None or tools == []:
@@ -149,7 +151,7 @@ def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
 
 
 def plan_tools(request: ToolRequest, template: ChatTemplate, parser: str | None = None) -> ToolPlan:
-    """How a model with this template answers. parser: the format's name, where an operator sets it.
+    """Return the handling for a model with this template. parser: the format's name, if an operator sets it.
 
     Raises UnsupportedField for a template that does not show tools, or whose format of calls is not known.
     """

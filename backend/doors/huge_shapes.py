@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def _replace_numbers() -> None:
-    """From now on, let C++ code that looks up numpy's table find a copy with a function of ours."""
+    """Let C++ code that looks up numpy's table from now on find a copy with a function of ours."""
     module: Any = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
     get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     get.restype, get.argtypes = _POINTER, [ctypes.py_object, ctypes.c_char_p]

@@ -1,6 +1,6 @@
 """The counters of all workers, in memory that they share, and the page of metrics that is made of them.
 
-Each worker writes to a slot of its own, so no lock is needed; a worker that is started again goes on with the
+Each worker writes to a slot of its own, so no lock is needed; a restarted worker continues from the
 values of the one before it.
 """
 

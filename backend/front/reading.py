@@ -14,7 +14,8 @@ Pieces = list[dict[int, Piece]]
 
 class Bells:
     """Rings of other threads for readers of one event loop. All rings of a step of the engine cost the loop
-    one wake-up."""
+    one wake-up.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -39,7 +40,8 @@ class Bells:
 
 class Reader:
     """Reads one TextStream, which `stream` must be set to at once. Its sink is `ring`. engine: which one of
-    the model's has the request."""
+    the model's has the request.
+    """
 
     stream: TextStream
     engine: int
@@ -55,7 +57,7 @@ class Reader:
         self._bells.ring(self)
 
     def wake(self) -> None:
-        """Let the reader go on. The loop's thread."""
+        """Let the reader continue. The loop's thread."""
         self._rung = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

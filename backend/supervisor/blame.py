@@ -23,7 +23,7 @@ SUSPECT_S = 1.0  # four heartbeats: silence that is not a fault by itself, but e
 
 @dataclass
 class Failure:
-    """Why an epoch is over. fatal: a restart would fail again in the same way."""
+    """The reason for the end of an epoch. fatal: a restart would fail again in the same way."""
 
     reason: str
     fatal: bool = False

@@ -54,7 +54,7 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What PEFT's adapter_config.json says about the tensors. where: the file, for errors.
+    """The settings of PEFT's adapter_config.json that concern tensors. where: the file, for errors.
 
     targets: names, or suffixes of names, of the adapted modules; None: given as a pattern, which is not used.
     excludes: whether exclude_modules excludes some of them.

@@ -23,7 +23,7 @@ _NO_PRODUCTS = ("q_norm.weight", "k_norm.weight")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a directory holds the matrices of its layers.
+    """The storage format of the matrices of a directory's layers.
 
     weights: "int8", "fp8" or "int4". group: consecutive inputs that share a scale; 0: all, one scale per
     output. block_rows: outputs that share a scale; BLOCK with a group of BLOCK, else 1. zeros: for int4, each

@@ -49,7 +49,7 @@ _EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) 
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence chooses its tokens. All doors use these names; `check` compares values with the
+    """The sampling parameters of one sequence. All doors use these names; `check` compares values with the
     ranges.
 
     The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency

@@ -26,7 +26,7 @@ from tridecode.converters.sources import Checkpoint
 
 @dataclass(frozen=True)
 class CheckpointFamily:
-    """How a checkpoint becomes a weight directory.
+    """The conversion of one family's checkpoints to weight directories.
 
     model_types: transformers' names. embedding, head: names of these tensors. model_config: (transformers'
     config, **common) to ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules:
@@ -60,7 +60,7 @@ class CheckpointFamily:
 
     @property
     def source_file(self) -> str:
-        """For errors about its rules."""
+        """Path of the rules' source file, for errors."""
         return f"converters/families/{self.rules.__module__.rpartition('.')[2]}.py"
 
 

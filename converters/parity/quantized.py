@@ -1,4 +1,6 @@
-"""How far a quantised directory is from its source: divergence of predictions, error of each matrix."""
+"""Measures how far a quantised directory is from its source: divergence of predictions, error of each
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class QuantizationParity:
         return self.floor.is_reached(self.mean_kl, self.agreement)
 
     def summary(self) -> str:
-        """In words, with the floor."""
+        """Describe the result, with the floor."""
         return (
             f"{self.weights}: mean KL {self.mean_kl:.3g} nats (floor {self.floor.mean_kl:g}), largest "
             f"{self.largest_kl:.3g}, greedy tokens equal on {self.agreement:.1%} of {self.steps} steps "

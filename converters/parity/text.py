@@ -54,7 +54,7 @@ class TextParity:
     largest_logit: float
 
     def summary(self) -> str:
-        """In words."""
+        """Describe the result."""
         return (
             f"on {self.tokens:,} tokens of {self.file}: mean KL {self.mean_kl:.3g} nats, largest "
             f"{self.largest_kl:.3g}, the same next token on {self.agreement:.1%}, loss {self.loss:.4g} nats "

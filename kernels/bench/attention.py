@@ -1,6 +1,6 @@
 """Benchmarks of attention over a paged cache, and of torch's over the same prompts."""
 
-# ruff: noqa: B023  every closure below is called before its loop goes on
+# ruff: noqa: B023  every closure below is called within its loop iteration
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Benchmarks of sampling and of whole decode steps, with shapes of BLOOM-7B1 and LLaMA-3-8B."""
 
-# ruff: noqa: B023  every closure below is called before its loop goes on
+# ruff: noqa: B023  every closure below is called within its loop iteration
 
 from __future__ import annotations
 

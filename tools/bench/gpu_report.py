@@ -68,7 +68,7 @@ def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu", workers: in
 
 
 def count_results(path: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """From pytest's JUnit file: file -> outcome -> number of tests, and the names of failed tests."""
+    """Read pytest's JUnit file: return file -> outcome -> number of tests, and the names of failed tests."""
     files: dict[str, dict[str, int]] = {}
     failed = []
     for case in ElementTree.parse(path).iter("testcase"):

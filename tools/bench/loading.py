@@ -128,7 +128,7 @@ def load_once(directory: str, device: str, drop: bool) -> dict[str, Any]:
     """Load once with the server's settings; return seconds, and memory before, after, and when the engine is
     dropped.
 
-    weights_s: until the model asks for its last tensor, so reading, copying to the device and transposing;
+    weights_s: until the model takes its last tensor, so reading, copying to the device and transposing;
     rest_s: buffers, cache, warm-up and the capture of graphs. drop: drop the engine; otherwise it is held
     until the process ends.
     """

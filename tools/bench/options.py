@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _check_preset(name: str) -> str:
-    """Before torch is imported."""
+    """Check the preset before torch is imported."""
     from tridecode.tools.bench.shapes.presets import preset
 
     preset(name)
@@ -49,7 +49,7 @@ Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 
 
 def _check_output(folder: Path) -> Path:
-    """Before anything is measured."""
+    """Check the output before anything is measured."""
     from tridecode.tools.bench.reports.report import check_output
 
     check_output(folder)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a complete Triton model repository, which is compared with transformers first."""
+"""Builds a complete Triton model repository from a checkpoint, after comparing it with transformers."""
 
 from __future__ import annotations
 

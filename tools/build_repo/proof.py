@@ -73,7 +73,7 @@ def say_grade(parity: Parity, method: str, console: Console) -> None:
 
 
 def no_comparison(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Why the result cannot be compared with another model of the checkpoint; "" if it can."""
+    """Return why the result cannot be compared with another model of the checkpoint; "" if it can."""
     if checkpoint.has_reference:
         return too_large(config)
     return (

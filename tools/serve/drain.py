@@ -15,7 +15,7 @@ from tridecode.tools.serve.signals import Signals
 from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
 IDLE_S = 1.0  # an engine without work for this long has drained
-END_S = 3.0  # from SIGTERM to SIGKILL of tritonserver: an open gRPC stream would delay its exit for ever
+END_S = 3.0  # from SIGTERM to SIGKILL of tritonserver: an open gRPC stream would delay its exit indefinitely
 _TICK_S = 0.1
 _ERRORS_S = 1.0  # time for the doors to send the errors of ended requests
 

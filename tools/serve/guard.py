@@ -47,7 +47,9 @@ def marked(folder: Path) -> list[processes.ProcessId]:
 
 
 def clean(folder: Path, shm_prefix: str, leave_s: float = LEAVE_S) -> None:
-    """After the server's end: wait leave_s for its processes, kill the rest, remove memory and folder."""
+    """Clean up after the server's end: wait leave_s for its processes, kill the rest, remove memory and
+    folder.
+    """
     start = time.monotonic()
     while left := marked(folder):
         waited = time.monotonic() - start
@@ -76,7 +78,7 @@ def close_regions(shm_prefix: str) -> None:
 
 
 def clean_session(leader: int, shm_prefix: str) -> None:
-    """Before a dead tritonserver is started again: kill its stubs and remove their shared memory.
+    """Kill a dead tritonserver's stubs and remove their shared memory, before it is restarted.
 
     All processes in the server's own session are its stubs; the engines have sessions of their own.
     """
@@ -177,7 +179,7 @@ class Guard:
         return line
 
     def _watch(self, process: subprocess.Popen, secret: str) -> int:
-        """Until the server has ended; its return code."""
+        """Wait until the server has ended; return its code."""
         deadline = time.monotonic() + CONCEAL_S
         while process.poll() is None:
             if secret and (triton_access.has_read_arguments(process.pid) or time.monotonic() > deadline):

@@ -178,7 +178,7 @@ class GuardedServer:
         return self.returncode is not None and self.returncode >= 0
 
     def ending(self) -> str:
-        """How tritonserver ended, in words."""
+        """Describe how tritonserver ended."""
         if self._cleaned:
             return "could not be started"
         if self.returncode is None:
@@ -229,7 +229,7 @@ class GuardedServer:
         self._order("kill")
 
     def wait_cleaned(self) -> None:
-        """Until the server has ended and nothing is left of it."""
+        """Wait until the server has ended and nothing is left of it."""
         try:
             self._guard.wait(CLEAN_S)
         except subprocess.TimeoutExpired:  # frozen

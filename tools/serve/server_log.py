@@ -1,6 +1,6 @@
 """tritonserver's own log, without noise: wide tables, and errors that are harmless without a GPU.
 
-tritonserver writes into memory of this process (--log-file), never into a pipe: whoever reads it may be
+tritonserver writes into memory of this process (--log-file), never into a pipe: its reader may be
 frozen or dead, and tritonserver must not wait. The doors and the engine write to stderr as ever.
 """
 
@@ -103,7 +103,7 @@ class ServerLog:
         self._print(held)
 
     def started(self, reported: bool) -> None:
-        """After the first start. reported: whether `serve` has said which models failed to load."""
+        """Note the end of the first start. reported: whether `serve` has said which models failed to load."""
         self.filter.starting = False
         if reported:
             self.filter.held = []

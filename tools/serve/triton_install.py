@@ -67,7 +67,7 @@ class DoorPython:
 
 @dataclass(frozen=True)
 class TritonInstall:
-    """How to start tritonserver: the program, its first arguments, and the environment it needs."""
+    """The command for tritonserver: the program, its first arguments, and its environment."""
 
     binary: Path
     arguments: tuple[str, ...]

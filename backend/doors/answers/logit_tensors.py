@@ -20,7 +20,7 @@ _ITEM = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class WantedLogits:
-    """Which logits a request wants: of its prompts, of its new tokens."""
+    """The logits that a request wants: of its prompts, of its new tokens."""
 
     context: bool
     generation: bool

@@ -54,7 +54,7 @@ class SenderThread(threading.Thread):
         while (stream := self.inbox.get()) is not None:
             try:
                 stream.serve()
-            except Exception:  # the other streams of this thread must go on
+            except Exception:  # the other streams of this thread must continue
                 _log.exception("request %s: its sender failed", stream.label)
 
 
@@ -72,7 +72,8 @@ class Senders:
         taken: TakenRequests | None = None,
     ):
         """on_end(stream, outcome): called once per stream; outcome is "ok" or an error's code in lower case.
-        behind_s: see Stream.behind. request_bytes, door_bytes: see budget. taken: counts the streams."""
+        behind_s: see Stream.behind. request_bytes, door_bytes: see budget. taken: counts the streams.
+        """
         self._taken = taken or TakenRequests()
         self._request_bytes, self._door_bytes = request_bytes, door_bytes
         self.link, self.behind_s, self._on_end = link, behind_s, on_end

@@ -54,10 +54,8 @@ GPU = "the synchronisation with its GPU"
 
 @dataclass(frozen=True)
 class Joining:
-    """How a rank joins.
-
-    facts: values that must be equal on all ranks. limit_s: longest wait for other ranks while the engine
-    starts. told: called with what this rank waits in, and for which ranks.
+    """Settings of a rank's joining. facts: values that must be equal on all ranks. limit_s: longest wait for
+    other ranks while the engine starts. told: called with what this rank waits in, and for which ranks.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Method(Protocol):
-    """How one quantisation method stores a matrix.
+    """The storage of a matrix by one quantisation method.
 
     title: for messages. markers: name endings that identify modules: each has a tensor with one of them.
     parts: name endings of the tensors that replace `<module>.weight`.

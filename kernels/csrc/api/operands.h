@@ -1,4 +1,4 @@
-// How a GEMM reads its operands: one code for every function with an `operand`. library.py parses
+// Formats of a GEMM's operands: one code for every function with an `operand`. library.py parses
 // the names. Part of api.h.
 #pragma once
 

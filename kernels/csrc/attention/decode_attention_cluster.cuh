@@ -52,7 +52,7 @@ struct Exchange {
            (warp * heads + head) * kTotals;
   }
 
-  // In one thread.
+  // Called by one thread.
   __device__ __forceinline__ void initialize() const {
     barrier_init(barrier, 1);
     fence_barriers();

@@ -67,7 +67,7 @@ struct WarpParts {
       __stcg(totals(team), make_float4(sums.most[0], sums.most[1], sums.sum[0], sums.sum[1]));
   }
 
-  // Into the sums of this team.
+  // Adds to the sums of this team.
   __device__ __forceinline__ void combine() {
     const int from = runs.first_team(part), count = runs.last_team(part) - from + 1;
     // Lane (g, t) holds the totals of part g of eight, and its weight.

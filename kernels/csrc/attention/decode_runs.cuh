@@ -1,4 +1,4 @@
-// How decode attention divides the tiles of a batch among teams: warps or, if rows are few, blocks.
+// Divides the tiles of a batch of decode attention among teams: warps or, if rows are few, blocks.
 //
 // An item is a row and a pass over it, for a kv head and at most kGroup of its query heads. If
 // there are enough teams, items are cut into chunks of equal length, one per team, not much longer

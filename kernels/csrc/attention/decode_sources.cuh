@@ -1,4 +1,4 @@
-// How a warp of decode attention loads its tiles: each 16 tokens of one kv head.
+// Loads the tiles of a warp of decode attention: each 16 tokens of one kv head.
 #pragma once
 #include "cache/kv_cache_8bit.cuh"
 #include "common/hopper.cuh"
@@ -131,9 +131,9 @@ struct Copies {
   static constexpr int kResident = D > 128 ? 1 : 7 - PIECES;
   static constexpr int kTileBytes = kTile * D * int(sizeof(C));
   static constexpr int kTileScales = kExact ? 0 : kTile * int(sizeof(float));  // bytes
-  static constexpr int kScales = kSpan * kTileBytes;  // where they begin in a piece
+  static constexpr int kScales = kSpan * kTileBytes;  // offset of the scales in a piece
   static constexpr int kPiece = kScales + kSpan * kTileScales;
-  static constexpr int kBarriers = PIECES * kPiece;  // where they begin in a warp's part
+  static constexpr int kBarriers = PIECES * kPiece;  // offset of the ring in a warp's part
   static constexpr int kBytes = (kBarriers + PIECES * 8 + 127) / 128 * 128;
 
   char* const ring;

@@ -25,7 +25,7 @@ class PartRun(Generic[P]):
         self.state, self.plan, self.part = state, plan, part
 
     def before(self) -> None:
-        """Before the forward and before the slots of the step start."""
+        """Run before the forward, and before the slots of the step start."""
 
     def ops(self, ops: Ops) -> Ops:
         """The operations of the forward, in place of `ops`."""
@@ -36,12 +36,14 @@ class PartRun(Generic[P]):
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
         """logits: (R, V) of this rank's ids, before they are sampled from; None on a stage before the last.
-        like: a tensor on this rank's device. Not called for a step without samples."""
+        like: a tensor on this rank's device. Not called for a step without samples.
+        """
 
     def after_sampling(self, tokens: Tensor) -> None:
         """tokens: (R,) int32, on the device."""
 
     def result(self) -> Any:
         """The result for StepResult.parts, once the device has done the step; with pipeline stages of use on
-        rank 0 only. None: there is nothing to commit."""
+        rank 0 only. None: there is nothing to commit.
+        """
         return None

@@ -88,7 +88,7 @@ struct Format {
   static constexpr int kSumBytes = Handover::kBuffers * kBufferBytes;
 };
 
-// How the consumer warps share the tokens.
+// The division of the tokens among consumer warps.
 __host__ __device__ constexpr int warps_of_token(int tokens) {
   return tokens == 1 ? kWarps : tokens == 2 ? kWarps / 2 : kWarps / 4;
 }

@@ -48,7 +48,7 @@ using Desc = void*;
 using Layout = void*;
 using Preference = void*;
 
-// In the order in which tridecode_library_bind takes them.
+// Functions in the order of tridecode_library_bind's arguments.
 struct Functions {
   Status (*create)(Handle*);
   Status (*desc_create)(Desc*, int compute_type, cudaDataType scale_type);

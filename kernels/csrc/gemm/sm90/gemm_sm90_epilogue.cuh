@@ -79,8 +79,8 @@ struct Finish {
     return buffers + use % kBuffers * S::kBufferBytes;
   }
 
-  // In the first thread of the group: loads the residual of part `i` of a tile into the buffer that
-  // the part is stored from. use: the number of the part.
+  // Called by the first thread of the group: loads the residual of part `i` of a tile into the
+  // buffer that the part is stored from. use: the number of the part.
   __device__ __forceinline__ void load_residual(int column, int token, int i, unsigned int use) {
     uint64_t* const barrier = arrived + use % kBuffers;
     barrier_expect(barrier, S::kPart * kBoxColumns * 2);
@@ -168,7 +168,7 @@ struct Finish {
     ++used;
   }
 
-  // For the cache, a thread handles the same 8 columns of every 16th token of a part: the first
+  // Cache writes: a thread handles the same 8 columns of every 16th token of a part: the first
   // column, the first token, and their address in shared memory.
   static constexpr int kCachedTokens = S::kPart / 16;
   __device__ __forceinline__ int cached_column(int column) const {

@@ -1,4 +1,4 @@
-// How clusters of two blocks share the tiles of a GEMM: the parts that a cluster computes, in
+// Sharing of a GEMM's tiles among clusters of two blocks: the parts that a cluster computes, in
 // order, and the partial sums of tiles that several clusters share. For gemm_sm90_stream_k.cuh and
 // gemm_packed_sm90.cu.
 #pragma once
