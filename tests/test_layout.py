@@ -104,6 +104,7 @@ ALLOWED = {
         "backend.supervisor.runtime_dir",
         "backend.supervisor.state_file",
         "backend.text",
+        "backend.weights.lora",
         "backend.wire",
     },
     "backend.service": {

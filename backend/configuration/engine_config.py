@@ -34,6 +34,7 @@ _DEVICES = Accepted(
     "numbers separated by commas, as in 0,1, or auto",
     lambda value: value == "auto" or all(part.strip().isdigit() for part in value.split(",")),
 )
+_PORT = Accepted("1 to 65535, or auto", lambda value: value is None or 1 <= value <= 65_535)
 _SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 _PART = Accepted("a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
 
@@ -161,6 +162,23 @@ class EngineConfig:
     )
     shadow_queue: int = setting(16, "requests queued for shadow runs; more are dropped and counted", _COUNT)
     shadow_seed: int = setting(0, "seed of the choice of requests for shadow runs", _SOME)
+
+    openai_port: int | None = setting(
+        None, "port of the OpenAI service (docs/guides/openai.md); auto: there is none", _PORT
+    )
+    openai_address: str = setting("127.0.0.1", "where it listens; 0.0.0.0: on every interface")
+    openai_workers: int = setting(1, "its processes, which share the port", _COUNT)
+    openai_model_name: str = setting("none", "its name of the model; none: `model_name` of `config.ini`")
+    openai_api_key_file: str = setting(
+        "none",
+        "file with a SHA-256 digest of an API key in each line, relative to `config.pbtxt`; none: no key",
+    )
+    openai_chat_template: str = setting(
+        "none", "file with its chat template, relative to `config.pbtxt`; none: the checkpoint's"
+    )
+    openai_cors: str = setting(
+        "none", "origins whose pages may call it, separated by commas; *: all; none: no page may"
+    )
 
     # parameters of the config.pbtxt that the engine does not read
     extra: dict[str, str] = field(default_factory=dict)

@@ -13,13 +13,19 @@ from tridecode.backend.base import log_format
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.chat.tool_formats import find_format
 from tridecode.backend.front.access import Keys, digest_of
-from tridecode.backend.front.counts import shared_counts
-from tridecode.backend.front.master import Master, open_port
-from tridecode.backend.front.repository import ENGINE_MODEL, find_engine_dir, find_server, read_repository
+from tridecode.backend.front.process.counts import shared_counts
+from tridecode.backend.front.process.master import Master, open_port
+from tridecode.backend.front.process.repository import (
+    ENGINE_MODEL,
+    find_engine_dir,
+    find_server,
+    read_repository,
+)
 from tridecode.backend.front.settings import LOOPBACK, FrontSettings
 from tridecode.backend.supervisor import processes
 
 MAX_WORKERS = 64
+_TIMES = ("stalled_s", "headers_s", "body_s", "idle_s")
 _log = logging.getLogger("tridecode.front")
 
 
@@ -28,7 +34,7 @@ class FrontArguments:
     """The options of the front, with the names that `tridecode front` gives them.
 
     owner: "PID:START" of the server whose life the engine shares; "": that of a running server of this
-    repository, else this process.
+    repository, else this process. limit_seconds: in place of the limits of time of FrontSettings, for tests.
     """
 
     repository: Path
@@ -42,7 +48,9 @@ class FrontArguments:
     api_key: tuple[str, ...] = ()
     api_key_file: str = ""
     engine_model: str = ENGINE_MODEL
+    manage_adapters: bool = False
     owner: str = ""
+    limit_seconds: float = 0.0
 
 
 def read_settings(arguments: FrontArguments) -> FrontSettings:
@@ -54,6 +62,8 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     find_format("", arguments.tool_call_parser or None)
     engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
     values = read_repository(engine_dir)
+    if arguments.limit_seconds:
+        values.update(dict.fromkeys(_TIMES, arguments.limit_seconds))
     owner, guest = arguments.owner, bool(arguments.owner)
     if not owner:
         server = find_server(engine_dir) or processes.identify(os.getpid())
@@ -74,6 +84,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         key_file=arguments.api_key_file,
         owner=owner,
         guest=guest,
+        manage_adapters=arguments.manage_adapters,
         **values,
     )
 
@@ -93,6 +104,8 @@ def main() -> int:
     parser.add_argument("repository", type=Path)
     for name in ("host", "chat-template", "tool-call-parser", "api-key-file", "engine-model", "owner"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    parser.add_argument("--manage-adapters", action="store_true")
+    parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)
     for name in ("port", "workers"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     for name in ("served-model-name", "cors", "api-key"):

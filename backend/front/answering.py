@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from tridecode.backend.base.errors import RequestCancelled
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import CLIENT_LEFT, ApiError
-from tridecode.backend.front.http_protocol import CONNECTION
+from tridecode.backend.front.process.http_protocol import CONNECTION
 from tridecode.backend.front.reading import Pieces, Reader
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.service.text_request import TextRequest
@@ -28,6 +28,9 @@ NO_EFFECT_HEADER = "x-tridecode-no-effect"
 
 class Writer(Protocol):
     """Makes the answer to one request from its pieces."""
+
+    #: whether `take` and `whole` of a whole answer take long, so that they run on another thread
+    heavy: bool
 
     def take(self, pieces: Pieces) -> bytes:
         """Add pieces; the events of a stream to send for them."""
@@ -76,8 +79,8 @@ async def answer(
             return EventStream(running, first, headers)
         while pieces := await reader.next():
             call.deliver(pieces)
-            writer.take(pieces)
-        body = writer.whole()
+            await front.model.run(writer.heavy, writer.take, pieces)
+        body = await front.model.run(writer.heavy, writer.whole)
     except BaseException as error:
         raise running.end(error) from error
     running.end()

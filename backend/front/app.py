@@ -16,7 +16,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.errors import ApiError, api_error, shown
-from tridecode.backend.front.routes import chat, completions, status
+from tridecode.backend.front.routes import (
+    adapters,
+    chat,
+    colossal,
+    completions,
+    embeddings,
+    generate,
+    openapi,
+    status,
+    tokens,
+)
 from tridecode.backend.front.service import FrontService
 
 #: routes that need no key
@@ -27,6 +37,16 @@ def application(front: FrontService) -> Starlette:
     routes = [
         Route("/v1/completions", completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate.generate, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/generate", colossal.generate, methods=["POST"]),
+        Route("/completion", colossal.completion, methods=["POST"]),
+        Route("/chat", colossal.chat_answer, methods=["POST"]),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/openapi.json", openapi.document),
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
         Route("/health", status.health),

@@ -78,11 +78,16 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
-        self.fields = ErrorFields(message, kind, param, code)
+        self.fields = ErrorFields(_utf8(message), kind, param and _utf8(param), code)
 
     @property
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(self.fields))
+
+
+def _utf8(text: str) -> str:
+    """Replace halves of surrogate pairs, which a client can send in JSON."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -114,6 +114,8 @@ def convert(found: dict[str, Any], kind: type[_T]) -> _T:
         raise _invalid(str(error), found, kind) from None
     except RecursionError:
         raise _too_deep() from None
+    except UnicodeEncodeError:
+        raise bad_request("a key of the body is not valid Unicode text", code="invalid_json") from None
 
 
 def _invalid(text: str, found: dict[str, Any], kind: type[msgspec.Struct]) -> ApiError:

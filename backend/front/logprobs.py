@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tridecode.backend.front.fields.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from tridecode.backend.front.fields.completions import CompletionLogprobs
@@ -10,7 +10,7 @@ from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import TopLogProbs
 
 #: JSON has no infinity; as vLLM's OpenAI server
-_LOWEST = -9999.0
+LOWEST = -9999.0
 
 Steps = Sequence[tuple[int, TopLogProbs]]
 
@@ -21,13 +21,22 @@ def completion_logprobs(steps: Steps, count: int, texts: TokenTexts, offset: int
     for token, top in steps:
         text = texts[token]
         found.tokens.append(text)
-        found.token_logprobs.append(max(top.log_prob, _LOWEST))
+        found.token_logprobs.append(max(top.log_prob, LOWEST))
         found.text_offset.append(offset)
         offset += len(text)
         if found.top_logprobs is not None:
-            alternatives = {texts[other]: log_prob for other, log_prob in _best(top, count)}
-            alternatives.setdefault(text, max(top.log_prob, _LOWEST))
+            alternatives = by_text(_best(top, count), texts)
+            alternatives.setdefault(text, max(top.log_prob, LOWEST))
             found.top_logprobs.append(alternatives)
+    return found
+
+
+def by_text(best: Iterable[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
+    """Return text -> log probability, best first. Of tokens with one text, as parts of characters have, the
+    most likely one counts."""
+    found: dict[str, float] = {}
+    for token, log_prob in best:
+        found.setdefault(texts[token], log_prob)
     return found
 
 
@@ -36,7 +45,7 @@ def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
         [
             TokenLogprob(
                 texts[token],
-                max(top.log_prob, _LOWEST),
+                max(top.log_prob, LOWEST),
                 _bytes(texts[token]),
                 [
                     TopLogprob(texts[other], log_prob, _bytes(texts[other]))
@@ -50,7 +59,7 @@ def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
 
 def _best(top: TopLogProbs, count: int) -> Iterator[tuple[int, float]]:
     for token, log_prob in zip(top.ids[:count], top.log_probs):
-        yield token, max(log_prob, _LOWEST)
+        yield token, max(log_prob, LOWEST)
 
 
 def _bytes(text: str) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Callable, TypeVar
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.front.chats.prompts import ChatPrompts
@@ -22,6 +25,7 @@ from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import EngineBeat, EngineState, Limits
 
 _log = logging.getLogger("tridecode.front")
+_T = TypeVar("_T")
 
 
 class FrontOwner(Owner):
@@ -68,6 +72,8 @@ class ServedModel:
         self._bells = bells
         self._token_texts: dict[bool, TokenTexts] = {}
         self.chats = ChatPrompts(self.tokenizer.folder, template, settings.tool_call_parser)
+        #: does work that would hold the event loop up
+        self.worker = ThreadPoolExecutor(1, "worker")
 
     @classmethod
     def connect(cls, settings: FrontSettings, bells: Bells) -> ServedModel:
@@ -156,6 +162,12 @@ class ServedModel:
         if key not in self._token_texts:
             self._token_texts[key] = TokenTexts(self.tokenizer.view_of(key))
         return self._token_texts[key]
+
+    async def run(self, elsewhere: bool, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Call it: here, or on the thread for what would hold the event loop up."""
+        if not elsewhere:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.worker, work, *arguments)
 
     def begin(self, asked: TextRequest, label: str, timeout_s: float = 0.0) -> Reader:
         """Submit a request; `end` must follow. Raises what TextService.submit does."""

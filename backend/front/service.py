@@ -13,10 +13,10 @@ from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.monitoring.request_log import RequestLog
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.calls import Call
-from tridecode.backend.front.counts import Counts
 from tridecode.backend.front.errors import ApiError, api_error
 from tridecode.backend.front.json_body import parse, read_body
 from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.process.counts import Counts
 from tridecode.backend.front.settings import FrontSettings
 from tridecode.backend.service.limits import check_label
 

@@ -17,7 +17,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors: origins whose pages may call; "*": all. key_digests: SHA-256 of accepted keys, in
     hexadecimal; key_file: a file of such digests, read again when it changes; "": none. owner: "PID:START" of
     the process whose life the engine shares; guest: whether that process keeps the engine, not the front.
-    lora_dir: folder of the adapters; "": the engine has none. add_special_tokens, stop_ids: as the text
+    lora_dir: folder of the adapters; "": the engine has none. manage_adapters: whether requests may add and
+    remove some. add_special_tokens, stop_ids: as the text
     models of the repository have them.
     """
 
@@ -36,6 +37,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     guest: bool = False
     lora_dir: str = ""
+    manage_adapters: bool = False
     fingerprint: str = ""
     created: int = 0
     add_special_tokens: bool = True

@@ -14,13 +14,14 @@ from tridecode.backend.configuration.model_config import check_heads, check_stag
 from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus, shown_here
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.nodes.devices import count_visible
+from tridecode.backend.supervisor.front_process import FrontOptions, options_with_environment
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """demand: GPUs of all engines of the model. devices, start_timeout_s, step_timeout_s: as in EngineConfig.
     on_cpu: whether its ranks need no GPU. device_options: for a model with several engines, the rank options
-    that select this engine's GPUs.
+    that select this engine's GPUs. front: of the OpenAI service.
     """
 
     demand: Demand = Demand(1, 1)
@@ -29,6 +30,7 @@ class EngineSettings:
     start_timeout_s: float = 900.0
     step_timeout_s: float = 60.0
     device_options: tuple[str, ...] = ()
+    front: FrontOptions = FrontOptions()
 
     @property
     def world(self) -> int:
@@ -58,7 +60,32 @@ def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> En
     if not on_cpu and nodes == 1:
         options = device_options(groups, config, demand, number)
     return EngineSettings(
-        demand, config.devices, on_cpu, config.start_timeout_s, config.step_timeout_s, options
+        demand,
+        config.devices,
+        on_cpu,
+        config.start_timeout_s,
+        config.step_timeout_s,
+        options,
+        front_options(engine_dir, config),
+    )
+
+
+def front_options(engine_dir: str, config: EngineConfig) -> FrontOptions:
+    """Return the options of the OpenAI service, with the port and address of `tridecode serve`."""
+
+    def path(text: str) -> str:
+        return text if text == "none" else str(Path(engine_dir) / text)
+
+    return options_with_environment(
+        FrontOptions(
+            config.openai_port or 0,
+            config.openai_address,
+            config.openai_workers,
+            config.openai_model_name,
+            path(config.openai_api_key_file),
+            path(config.openai_chat_template),
+            config.openai_cors,
+        )
     )
 
 

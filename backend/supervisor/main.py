@@ -25,6 +25,7 @@ from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_m
 from tridecode.backend.supervisor.door_book import DoorBook
 from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
+from tridecode.backend.supervisor.front_process import FrontProcess
 from tridecode.backend.wire.messages import (
     BEAT_S,
     EngineState,
@@ -88,6 +89,7 @@ class Supervisor:
             self.nodes.waits_for,
         )
         self.doors = DoorBook(now)
+        self.front = FrontProcess(place.engine_dir, place.server, follows=last is not None, now=now)
         self._stubs: dict[int, shared_memory.Stub] = {}
         self._rank_identities: set[bytes] = set()
         self._told: EngineState | None = None
@@ -97,6 +99,7 @@ class Supervisor:
         self._stubs_at = -1e9
         self._place_at = now
         self._stop_reason = ""
+        self._signalled = False
         self._write_state(now)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -125,6 +128,7 @@ class Supervisor:
         self._end()
 
     def _on_signal(self, signum: int, _frame: object) -> None:
+        self._signalled = True
         self._stop_reason = self._stop_reason or f"the supervisor got {signal.Signals(signum).name}"
 
     # ------------------------------------------------------------ receiving
@@ -153,6 +157,7 @@ class Supervisor:
         if self.doors.hello(identity, hello, now):
             _log.info("door %s (pid %d) has come", hello.door, hello.pid)
             self.life.new_door(now, alone)
+        self.front.hear(hello)
         self._send(identity, self.life.state)
 
     # ------------------------------------------------------------ sending
@@ -237,7 +242,10 @@ class Supervisor:
 
     def _read_settings(self) -> EngineSettings:
         self.nodes.check()
-        return read_engine_settings(self.place.engine_dir, self.place.number, self.nodes.size)
+        settings = read_engine_settings(self.place.engine_dir, self.place.number, self.nodes.size)
+        if self.place.number == 0:  # one service for all engines of the model
+            self.front.want(settings.front)
+        return settings
 
     def _rank_options(self, epoch: int) -> list[str]:
         """Return the command of a rank, before the options that differ between ranks."""
@@ -257,6 +265,7 @@ class Supervisor:
     # ------------------------------------------------------------ the server and its stubs
 
     def _look_around(self, now: float) -> None:
+        self.front.look(now)
         if not processes.alive(self.place.server):
             self._stop_reason = self._stop_reason or f"the server (pid {self.place.server.pid}) is gone"
         elif now - self._stubs_at > STUBS_EVERY_S:
@@ -274,7 +283,8 @@ class Supervisor:
     def _end(self) -> None:
         """Ask the ranks to stop, kill those that remain, then remove all files."""
         _log.info("stopping: %s", self._stop_reason)
-        self.life.stop(self._stop_reason, (self.place.folder.parent / runtime_dir.STOPPING).exists())
+        with_server = (self.place.folder.parent / runtime_dir.STOPPING).exists()
+        self.life.stop(self._stop_reason, with_server)
         self._tell(time.monotonic())
         for identity in self._rank_identities:
             self._send(identity, Stop())
@@ -285,6 +295,8 @@ class Supervisor:
         if left := self.life.living():
             # no door is left that could have an open request
             _log.info("ranks still ran %g s after the stop, and end now: %s", STOP_GRACE_S, left)
+        if not self._signalled or with_server or not processes.alive(self.place.server):
+            self.front.end()  # else it starts the next supervisor, as a door would
         self.life.kill()
         while not self.life.gone():
             self.nodes.tick(time.monotonic(), self.life)

@@ -17,6 +17,9 @@ def serve(
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
+    openai_port: Annotated[
+        Optional[int], typer.Option(help="Port of the OpenAI service. Default: config.pbtxt's, or none.")
+    ] = None,
     address: Annotated[
         str,
         typer.Option(
@@ -88,8 +91,10 @@ def serve(
             raise typer.Exit(1)
     options = ServeOptions(
         repository, http_port, grpc_port, metrics_port, address, door_python, drain_s,
-        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after,
+        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after, openai_port,
     )  # fmt: skip
+    if openai_port is not None:
+        os.environ.update(options.openai_environment())
     _exit_with(lambda: serving.serve(options))
 
 

@@ -37,6 +37,9 @@ def front(
         Optional[Path],
         typer.Option(help="File of SHA-256 digests of keys; it is read again when it changes."),
     ] = None,
+    manage_adapters: Annotated[
+        bool, typer.Option(help="Let requests add and remove LoRA adapters from folders of this machine.")
+    ] = False,
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt is the engine's.")] = (
         "fastertransformer"
     ),
@@ -65,5 +68,6 @@ def front(
         api_key=tuple(api_key or ()),
         api_key_file="" if api_key_file is None else str(api_key_file),
         engine_model=engine_model,
+        manage_adapters=manage_adapters,
     )
     raise typer.Exit(run(arguments))

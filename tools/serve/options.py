@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.supervisor.front_process import ADDRESS_VARIABLE, PORT_VARIABLE
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.checks import check_repository, check_triton_arguments
 from tridecode.tools.serve.ports import check_free
@@ -28,8 +29,8 @@ class ServeOptions:
     triton_install.prepare. drain_s: time limit of open requests after SIGTERM. start_timeout_s: longest time
     without progress during a start. orphans: when tritonserver is restarted for requests that cannot end
     because their door died: "idle" (when nothing else is open), seconds (then, at the latest), or "leave".
-    give_up_after: deaths of tritonserver within 300 s after which `serve` ends, or "never". key: of the
-    control APIs.
+    give_up_after: deaths of tritonserver within 300 s after which `serve` ends, or "never". openai_port: of
+    the OpenAI service, on `address`; None: as config.pbtxt says. key: of the control APIs.
     """
 
     repository: Path
@@ -44,6 +45,7 @@ class ServeOptions:
     start_timeout_s: float = 600.0
     orphans: str = ORPHANS
     give_up_after: str = GIVE_UP_AFTER
+    openai_port: int | None = None
     key: str = field(default_factory=triton_access.control_key, repr=False)
 
     def server_arguments(self) -> list[str]:
@@ -65,6 +67,10 @@ class ServeOptions:
             *([] if shutil.which("nvidia-smi") else _WITHOUT_GPU),
             *self.triton_args,
         ]
+
+    def openai_environment(self) -> dict[str, str]:
+        """Return the variables by which the supervisor opens the OpenAI service."""
+        return {PORT_VARIABLE: str(self.openai_port), ADDRESS_VARIABLE: self.address}
 
     def http(self) -> TritonHttp:
         host = triton_access.LOOPBACK if self.address in ("0.0.0.0", "::", "") else self.address
@@ -119,6 +125,8 @@ class ServeOptions:
         check_triton_arguments(self.triton_args)
         models = check_repository(self.repository)
         ports = self.ports()
+        if self.openai_port is not None:
+            ports["openai"] = self.openai_port
         for name, port in ports.items():
             same = [other for other in ports if other != name and ports[other] == port]
             if same:

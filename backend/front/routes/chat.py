@@ -98,6 +98,8 @@ def _text_request(
 class ChatWriter:
     """The answer of /v1/chat/completions."""
 
+    heavy = False
+
     def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str, plan: ToolPlan | None):
         self._model, self._call, self._wanted, self._name = model, call, wanted, name
         self._parsers = [] if plan is None else [plan.parser() for _ in range(wanted.n or 1)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,14 +15,21 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.front.answering import DONE, answer, event
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import bad_request
-from tridecode.backend.front.fields.completions import Completion, CompletionChoice, CompletionRequest
+from tridecode.backend.front.fields.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from tridecode.backend.front.logprobs import completion_logprobs
 from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.prompt_scores import PromptScores
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
-from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
+from tridecode.backend.service.limits import text_limits
+from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest, check_texts
 from tridecode.backend.text.completion import Piece
 
 NAMES = CompletionRequest.__struct_fields__
@@ -34,7 +43,9 @@ async def completions(request: Request) -> Response:
     try:
         silent = refuse_unsupported(wanted)
         name, adapter = front.model.find(wanted.model)
-        asked = _text_request(front.model, wanted, adapter)
+        asked = text_request(front.model, wanted, adapter)
+        if scores_prompt(wanted):
+            asked = await _with_ids(front.model, asked)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     return await answer(
@@ -48,6 +59,11 @@ async def completions(request: Request) -> Response:
         names=NAMES,
         silent=silent,
     )
+
+
+def scores_prompt(wanted: CompletionRequest) -> bool:
+    """Return whether the answer has log probabilities of the prompt's tokens."""
+    return bool(wanted.echo) and wanted.logprobs is not None
 
 
 def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
@@ -76,7 +92,8 @@ def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
     return items
 
 
-def _text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -> TextRequest:
+def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -> TextRequest:
+    """Return the request of a completion. Raises ApiError and RequestErrors."""
     limits = model.limits()
     prompts = read_prompts(wanted.prompt)
     n = wanted.n or 1
@@ -85,16 +102,17 @@ def _text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -
         raise bad_request(f"best_of is {sequences} and n is {n}; wanted best_of of n or more", "best_of")
     if sequences > n and wanted.stream:
         raise bad_request("best_of chooses among whole answers; wanted no stream with it", "best_of")
-    if wanted.echo and wanted.logprobs is not None:
-        raise UnsupportedError(
-            "echo with logprobs, of the prompt's tokens, is not implemented; leave out one"
-        )
+    scored = scores_prompt(wanted)
+    if scored and wanted.stream:
+        raise UnsupportedError("echo with logprobs is not implemented for streams; leave out one of them")
     tops = -1 if wanted.logprobs is None else wanted.logprobs
     if sequences > n:
         tops = max(tops, 0)
     count = _DEFAULT_MAX_TOKENS if wanted.max_tokens is None else wanted.max_tokens
     count = max(count, wanted.min_tokens or 0) if wanted.max_tokens is None else count
     params = sampling_params(wanted, model.texts, limits, count, sequences, tops)
+    if scored:
+        params = msgspec.structs.replace(params, return_context_logits=True)
     words, batch = stop_words(wanted), len(prompts)
     keep = wanted.truncate_prompt_tokens or 0
     return TextRequest(
@@ -114,6 +132,19 @@ def _text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -
         cut=wanted.max_tokens is None,
         names=_FIELDS,
     )
+
+
+async def _with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
+    """Return the request with the token ids of its prompts, which the answer names one by one."""
+
+    def tokenise() -> list[list[int]]:
+        found = model.tokenizer.ids(asked.prompts, asked.add_special_tokens)
+        return [ids[-asked.keep_last :] for ids in found]
+
+    settings = model.settings
+    check_texts(asked, text_limits(model.limits(), settings.max_prompt_bytes, settings.max_request_bytes))
+    prompts = await asyncio.get_running_loop().run_in_executor(model.worker, tokenise)
+    return replace(asked, prompts=prompts, keep_last=0)
 
 
 def _seeded(params: Any, row: int, sequences: int) -> Any:
@@ -142,6 +173,12 @@ class CompletionWriter:
         self._echoes = self._prompt_texts(asked.prompts) if wanted.echo else []
         self._offsets = [len(text) for text in self._echoes] or [0] * len(self._tally.rows)
         self._unsent = set(range(len(self._echoes)))  # rows whose prompt a stream has not sent yet
+        self.heavy = scores_prompt(wanted)
+        self._scores = [
+            PromptScores(prompt, wanted.logprobs or 0, model.limits().vocab_size)
+            for prompt in asked.prompts
+            if self.heavy and not isinstance(prompt, str)
+        ]
 
     def _prompt_texts(self, prompts: Sequence[Prompt]) -> list[str]:
         texts = [self._model.tokenizer.text(prompt) for prompt in prompts]
@@ -153,11 +190,20 @@ class CompletionWriter:
         streaming = bool(self._wanted.stream)
         self._tally.add(pieces, keep=not streaming)
         self._call.prompt_tokens = self._tally.prompt_tokens
+        if self.heavy:
+            self._score(pieces)
         if not streaming:
             return b""
         return b"".join(
             self._chunk(index, piece) for group in pieces for index, piece in sorted(group.items())
         )
+
+    def _score(self, pieces: Pieces) -> None:
+        for group in pieces:
+            for index, piece in group.items():
+                if index % self._sequences == 0:  # the prompt's logits come with its first sequence
+                    for _, extra in piece.extras:
+                        self._scores[index // self._sequences].add(extra.context_logits)
 
     def _chunk(self, index: int, piece: Piece) -> bytes:
         text = piece.text
@@ -202,9 +248,25 @@ class CompletionWriter:
     def _choice(self, number: int, index: int, row: Row) -> CompletionChoice:
         text = (self._echoes[index] if self._echoes else "") + row.text
         logprobs = None
-        if self._wanted.logprobs is not None:
+        if self.heavy:
+            logprobs = self._with_prompt(index, row)
+        elif self._wanted.logprobs is not None:
             logprobs = self._logprobs(row.tops, self._offsets[index])
         return CompletionChoice(number, text, logprobs, row.finish_reason or None)
+
+    def _with_prompt(self, index: int, row: Row) -> CompletionLogprobs:
+        """Return the log probabilities of the prompt's tokens, then those of the new ones."""
+        texts = self._model.token_texts(False)
+        found = self._scores[index // self._sequences].logprobs(texts)
+        offset = sum(map(len, found.tokens))
+        new = completion_logprobs(row.tops, self._wanted.logprobs or 0, texts, offset)
+        top = None if found.top_logprobs is None else found.top_logprobs + (new.top_logprobs or [])
+        return CompletionLogprobs(
+            found.tokens + new.tokens,
+            found.token_logprobs + new.token_logprobs,
+            top,
+            found.text_offset + new.text_offset,
+        )
 
     def _logprobs(self, steps: Any, offset: int) -> Any:
         texts = self._model.token_texts(self._wanted.skip_special_tokens)

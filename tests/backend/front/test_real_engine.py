@@ -76,3 +76,33 @@ def test_the_best_of_several_samples_has_the_highest_log_probability(front: Fron
     means = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every]
     assert best.choices[0].text == every[means.index(max(means))].text
     assert best.usage.completion_tokens == 32 and len(best.choices) == 1
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_transformers(front: Front, folder: Path) -> None:
+    """lm-eval scores its items so: echo, log probabilities, and a token that it does not look at."""
+    tokenizer = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    prompts = [tokenizer.encode(text).ids for text in (PROMPT, "and returns")]
+    for count in (1, 0):
+        found = front.openai.completions.create(
+            model="hf", prompt=prompts, max_tokens=count, temperature=0, echo=True, logprobs=2
+        )
+        for prompt, choice in zip(prompts, found.choices):
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+            wanted = logits[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+            logprobs = choice.logprobs
+            assert logprobs.token_logprobs[0] is None
+            assert logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(wanted, abs=1e-4)
+            assert len(logprobs.token_logprobs) == len(logprobs.tokens) == len(prompt) + count
+            best = logits[:-1].max(-1).values.tolist()
+            tops = [max(top.values()) for top in logprobs.top_logprobs[1 : len(prompt)]]
+            assert tops == pytest.approx(best, abs=1e-4)
+
+
+def test_the_ids_of_the_generate_route_are_transformers(front: Front, folder: Path, wanted: tuple) -> None:
+    prompt, text, _ = wanted
+    asked = {"token_ids": prompt, "sampling_params": {"max_tokens": COUNT, "temperature": 0}}
+    tokens = front.post("/inference/v1/generate", asked).json()["choices"][0]["token_ids"]
+    tokenizer = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
+    assert tokenizer.decode(prompt + tokens)[len(PROMPT) :] == text

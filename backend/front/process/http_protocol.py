@@ -82,9 +82,14 @@ class Connection(HttpToolsProtocol):
             self._header_bytes += len(data)
         super().data_received(data)
         if self._in_headers and self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES:,} bytes", "headers_too_large")
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
+        if self._header_bytes > MAX_HEADER_BYTES:  # which may count bytes of the body
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > MAX_HEADER_BYTES:
+                self._refuse_headers()
+                raise ValueError("the headers are too large")  # ends the parser
         self._in_headers, self._header_bytes = False, 0
         self._arm(self.settings.body_s)
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
@@ -118,7 +123,11 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals before a request
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not valid HTTP", "invalid_http")
+        if not self.transport.is_closing():
+            self._refuse(400, "the request is not valid HTTP", "invalid_http")
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES:,} bytes", "headers_too_large")
 
     def _refuse(self, status: int, text: str, code: str) -> None:
         """Answer in OpenAI's shape and close; only close where an answer has begun."""

@@ -102,7 +102,7 @@ class Master:
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         fds = (self._listening.fileno(), self._counts_fd)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tridecode.backend.front.worker", str(number), *map(str, fds)],
+            [sys.executable, "-m", "tridecode.backend.front.process.worker", str(number), *map(str, fds)],
             stdin=subprocess.PIPE,
             pass_fds=fds,
         )

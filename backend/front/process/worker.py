@@ -1,4 +1,4 @@
-"""One worker of the front: python -m tridecode.backend.front.worker NUMBER SOCKET_FD COUNTS_FD
+"""One worker of the front: python -m tridecode.backend.front.process.worker NUMBER SOCKET_FD COUNTS_FD
 
 Reads FrontSettings as JSON from its standard input. It ends with the process that started it.
 """
@@ -19,9 +19,9 @@ from tridecode.backend.base import log_format
 from tridecode.backend.doors.monitoring.request_log import RequestLog
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.app import application
-from tridecode.backend.front.counts import Counts
-from tridecode.backend.front.http_protocol import protocol
 from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.process.counts import Counts
+from tridecode.backend.front.process.http_protocol import protocol
 from tridecode.backend.front.reading import Bells
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.settings import FrontSettings

@@ -1,0 +1,134 @@
+"""/inference/v1/generate: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.calls import Call
+from tridecode.backend.front.fields.answers import Usage
+from tridecode.backend.front.fields.chat import ChatLogprobs
+from tridecode.backend.front.fields.completions import CompletionRequest
+from tridecode.backend.front.fields.sampling import StreamOptions
+from tridecode.backend.front.json_body import convert
+from tridecode.backend.front.logprobs import chat_logprobs
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.reading import Pieces
+from tridecode.backend.front.routes.completions import text_request
+from tridecode.backend.front.sampling import refuse_unsupported
+from tridecode.backend.front.service import FrontService
+from tridecode.backend.front.tally import Tally
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """sampling_params: the fields of a completion without its prompt."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
+class GenerateChoice(msgspec.Struct):
+    """token_ids: the new ones, with those of an end token; in a stream those of this event."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class Generated(msgspec.Struct):
+    request_id: str
+    choices: list[GenerateChoice]
+    usage: Usage | None = None
+
+
+NAMES = (*GenerateRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
+
+
+async def generate(request: Request) -> Response:
+    front = FrontService.of(request)
+    call, wanted = await front.begin(request, "gen", GenerateRequest)
+    try:
+        params = dict(wanted.sampling_params)
+        for name in ("model", "stream", "stream_options", "prompt", "echo"):
+            params.pop(name, None)
+        count = params.pop("logprobs", None)
+        as_completion = convert(
+            {
+                **params,
+                "prompt": wanted.token_ids,
+                "stream": wanted.stream,
+                "priority": wanted.priority,
+                "logprobs": 0 if count is None else count,  # the ids come with the log probabilities
+            },
+            CompletionRequest,
+        )
+        silent = refuse_unsupported(as_completion)
+        _, adapter = front.model.find(wanted.model)
+        asked = text_request(front.model, as_completion, adapter)
+    except Exception as error:
+        raise front.failed(call, error, NAMES) from error
+    writer = GenerateWriter(front.model, call, wanted, count, as_completion.n or 1)
+    return await answer(
+        front,
+        request,
+        call,
+        asked,
+        writer,
+        streaming=bool(wanted.stream),
+        timeout_s=as_completion.timeout_s or 0.0,
+        names=NAMES,
+        silent=silent,
+    )
+
+
+class GenerateWriter:
+    """The answer of /inference/v1/generate. count: of the alternatives that are wanted; None: no log
+    probabilities."""
+
+    heavy = False
+
+    def __init__(self, model: ServedModel, call: Call, wanted: GenerateRequest, count: int | None, n: int):
+        self._model, self._call, self._wanted, self._count = model, call, wanted, count
+        self._tally = Tally(1, n)
+        options = wanted.stream_options
+        self._usage = bool(options and options.include_usage)
+
+    def take(self, pieces: Pieces) -> bytes:
+        streaming = bool(self._wanted.stream)
+        self._tally.add(pieces, keep=not streaming)
+        self._call.prompt_tokens = self._tally.prompt_tokens
+        if not streaming:
+            return b""
+        return b"".join(
+            event(self._body([self._choice(index, piece.tops, piece.finish_reason)]))
+            for group in pieces
+            for index, piece in sorted(group.items())
+        )
+
+    def _choice(self, index: int, steps: Any, finish_reason: str) -> GenerateChoice:
+        logprobs = None
+        if self._count is not None:
+            logprobs = chat_logprobs(steps, self._count, self._model.token_texts(False))
+        return GenerateChoice(index, [token for token, _ in steps], finish_reason or None, logprobs)
+
+    def _body(self, choices: list[GenerateChoice], usage: Usage | None = None) -> Generated:
+        return Generated(self._call.label or self._call.id, choices, usage)
+
+    def end(self) -> bytes:
+        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
+
+    def whole(self) -> bytes:
+        choices = [
+            self._choice(index, row.tops, row.finish_reason) for index, row in enumerate(self._tally.rows)
+        ]
+        return msgspec.json.encode(self._body(choices, self._tally.usage))

@@ -1,0 +1,84 @@
+"""/openapi.json: the document of the service, made from the structs of its bodies."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tridecode.backend.front.errors import ErrorBody
+from tridecode.backend.front.fields.chat import ChatCompletion, ChatRequest
+from tridecode.backend.front.fields.completions import Completion, CompletionRequest
+from tridecode.backend.front.routes import adapters, colossal, generate, status, tokens
+
+#: path -> (request, answer, what it does)
+_POSTS: dict[str, tuple[Any, Any, str]] = {
+    "/v1/completions": (CompletionRequest, Completion, "Continue a prompt"),
+    "/v1/chat/completions": (ChatRequest, ChatCompletion, "Answer messages"),
+    "/inference/v1/generate": (generate.GenerateRequest, generate.Generated, "Token ids to token ids"),
+    "/tokenize": (tokens.TokenizeRequest, tokens.Tokenized, "Token ids of a text"),
+    "/detokenize": (tokens.DetokenizeRequest, tokens.Detokenized, "Text of token ids"),
+    "/generate": (colossal.GenerateFields, colossal.Text, "Colossal-Inference's completion"),
+    "/completion": (colossal.GenerateFields, colossal.CompletionText, "The same, with an id"),
+    "/chat": (colossal.ChatFields, colossal.ChatText, "Colossal-Inference's chat"),
+    "/v1/load_lora_adapter": (adapters.LoadAdapter, None, "Add an adapter"),
+    "/v1/unload_lora_adapter": (adapters.UnloadAdapter, None, "Remove an adapter"),
+}
+_GETS: dict[str, tuple[Any, str]] = {
+    "/v1/models": (status.ModelList, "The model and its adapters"),
+    "/health": (None, "Whether an engine serves"),
+    "/metrics": (None, "Metrics in Prometheus' text format"),
+}
+_STREAMED = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
+
+
+async def document(request: Request) -> Response:
+    return Response(encoded(), media_type="application/json")
+
+
+@cache
+def encoded() -> bytes:
+    return msgspec.json.encode(openapi())
+
+
+def openapi() -> dict[str, Any]:
+    """Return the document, OpenAPI 3.1."""
+    kinds = [ErrorBody, *(kind for post in _POSTS.values() for kind in post[:2] if kind is not None)]
+    kinds += [kind for kind, _ in _GETS.values() if kind is not None]
+    kinds = list(dict.fromkeys(kinds))
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    by_kind = dict(zip(kinds, schemas))
+    errors = {str(code): _answer("an error", by_kind[ErrorBody]) for code in _ERRORS}
+    paths: dict[str, Any] = {}
+    for path, (kind, found, summary) in _POSTS.items():
+        answer = _answer("the answer", by_kind[found] if found is not None else None)
+        if path in _STREAMED:
+            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        body = {"required": True, "content": {"application/json": {"schema": by_kind[kind]}}}
+        paths[path] = {
+            "post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}
+        }
+    for path, (found, summary) in _GETS.items():
+        answer = _answer("the answer", by_kind[found] if found is not None else None)
+        paths[path] = {"get": {"summary": summary, "responses": {"200": answer, **errors}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tridecode", "version": version("tridecode")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _answer(text: str, schema: Any) -> dict[str, Any]:
+    if schema is None:
+        return {"description": text}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

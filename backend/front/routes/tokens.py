@@ -1,0 +1,97 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tridecode.backend.front.errors import bad_request
+from tridecode.backend.front.routes.status import json_response
+from tridecode.backend.front.service import FrontService
+from tridecode.backend.service.limits import text_limits
+from tridecode.backend.service.text_request import FieldNames, TextRequest, check_texts
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+_FIELDS = FieldNames("prompt")
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """return_token_strs: the answer also has each token's text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    front = FrontService.of(request)
+    call, wanted = await front.begin(request, "tok", TokenizeRequest)
+    model = front.model
+    try:
+        model.find(wanted.model)
+        limits = model.texts.engine.link.limits()
+        asked = TextRequest([wanted.prompt], [SamplingParams()], [()], [""], [0], False, True, names=_FIELDS)
+        _check_unicode(wanted.prompt)
+        check_texts(
+            asked, text_limits(limits, front.settings.max_prompt_bytes, front.settings.max_request_bytes)
+        )
+        special = wanted.add_special_tokens
+        special = front.settings.add_special_tokens if special is None else special
+        ids = await asyncio.get_running_loop().run_in_executor(
+            model.worker, lambda: next(model.tokenizer.ids([wanted.prompt], bool(special)))
+        )
+    except Exception as error:
+        raise front.failed(call, error, TokenizeRequest.__struct_fields__) from error
+    texts = [model.token_texts(False)[token] for token in ids] if wanted.return_token_strs else None
+    call.prompt_tokens = len(ids)
+    front.ended(call)
+    return json_response(Tokenized(len(ids), limits.max_sequence_tokens if limits else None, ids, texts))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_request("prompt is not valid Unicode text", "prompt") from None
+
+
+async def detokenize(request: Request) -> Response:
+    front = FrontService.of(request)
+    call, wanted = await front.begin(request, "detok", DetokenizeRequest)
+    model = front.model
+    try:
+        model.find(wanted.model)
+        size = model.tokenizer.tokenizer.get_vocab_size(with_added_tokens=True)
+        wrong: Any = next((token for token in wanted.tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise bad_request(f"tokens has the id {wrong}; the tokenizer has ids below {size}", "tokens")
+        view = model.tokenizer.view_of(bool(wanted.skip_special_tokens))
+        text = await asyncio.get_running_loop().run_in_executor(
+            model.worker, lambda: view.text(view.shown(list(wanted.tokens)))
+        )
+    except Exception as error:
+        raise front.failed(call, error, DetokenizeRequest.__struct_fields__) from error
+    front.ended(call)
+    return json_response(Detokenized(text))

@@ -1,0 +1,127 @@
+"""What dies beside the service, and what it does then: clients leave, engines and workers die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.backend.front.conftest import TEXT
+from tests.backend.front.fronts import Front, error_of
+from tests.fake_engine import FakeEngine, FakeSupervisor, rebuilt, scripted
+from tests.waiting import wait_until
+from tridecode.backend.supervisor import processes
+
+Ids = Callable[[str], list[int]]
+
+
+@pytest.fixture
+def slow(ids: Ids) -> Iterator[FakeEngine]:
+    with FakeEngine(next_token=scripted(ids(TEXT)), step_s=0.02) as engine:
+        yield engine
+
+
+@pytest.fixture
+def its_supervisor(slow: FakeEngine) -> Iterator[FakeSupervisor]:
+    with FakeSupervisor(slow) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+def slow_front(its_supervisor: FakeSupervisor, toy_repository: Path, tmp_path: Path) -> Iterator[Front]:
+    with Front(toy_repository, tmp_path / "log", TRIDECODE_CONTROL_ENDPOINT=its_supervisor.endpoint) as front:
+        yield front
+
+
+def begun(front: Front, **wanted: object) -> socket.socket:
+    """A connection on which a request was sent."""
+    body = json.dumps({"prompt": "x", "max_tokens": 400, **wanted}).encode()
+    connection = socket.create_connection(("127.0.0.1", front.port), timeout=20)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_request_at_once(
+    slow_front: Front, slow: FakeEngine, streaming: bool
+) -> None:
+    connection = begun(slow_front, stream=streaming)
+    wait_until(lambda: slow.running == 1, what="the request")
+    connection.close()
+    assert wait_until(lambda: slow.running == 0, what="the cancellation") < 0.5
+    wait_until(lambda: "outcome=cancelled" in slow_front.text(), what="the line in the log")
+
+
+def test_an_engine_that_dies_is_a_pause_in_the_stream(
+    slow_front: Front, slow: FakeEngine, its_supervisor: FakeSupervisor, ids: Ids
+) -> None:
+    stream = slow_front.openai.completions.create(
+        model="toy", prompt="When?", max_tokens=len(ids(TEXT)), stream=True
+    )
+    text = next(stream).choices[0].text
+    slow.stop()
+    its_supervisor.set_phase("down", "it was killed")
+    wait_until(lambda: slow_front.http.get("/health").status_code == 503, what="the engine's end")
+    with pytest.raises(openai.InternalServerError) as found:
+        slow_front.openai.completions.create(model="toy", prompt="x")
+    assert found.value.status_code == 503 and found.value.response.headers["retry-after"] == "2"
+    with rebuilt(slow, its_supervisor) as following:
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == TEXT and following.submits[0].sent
+
+
+def test_a_worker_that_dies_is_started_again(slow_front: Front) -> None:
+    (worker,) = processes.children(slow_front.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: processes.children(slow_front.process.pid) not in ([], [worker]), 10)
+    slow_front.wait_ready()
+    assert slow_front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_no_worker_outlives_the_first_process(slow_front: Front) -> None:
+    (worker,) = processes.children(slow_front.process.pid)
+    slow_front.process.kill()
+    slow_front.process.wait()
+    wait_until(lambda: processes.identify(worker) is None, what="the worker's end")
+    slow_front.close = lambda: 0  # type: ignore[method-assign]
+
+
+def test_several_workers_share_the_port(
+    its_supervisor: FakeSupervisor, toy_repository: Path, tmp_path: Path
+) -> None:
+    environment = {"TRIDECODE_CONTROL_ENDPOINT": its_supervisor.endpoint}
+    with Front(toy_repository, tmp_path / "log", "--workers", "2", **environment) as front:
+        assert len(processes.children(front.process.pid)) == 2
+        wait_until(lambda: len(its_supervisor.hellos) == 2, 20, "both workers")
+        time.sleep(0.3)
+        for _ in range(20):  # on a connection each
+            response = httpx.post(f"{front.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            assert response.status_code == 200
+        page = front.http.get("/metrics").text
+        assert 'tridecode_requests_total{model="openai",outcome="ok"} 20' in page
+
+
+def test_before_the_first_engine_the_service_says_so(toy_repository: Path, tmp_path: Path) -> None:
+    with (
+        FakeSupervisor() as starting,
+        Front(
+            toy_repository,
+            tmp_path / "log",
+            ready=False,
+            TRIDECODE_CONTROL_ENDPOINT=starting.endpoint,
+        ) as front,
+    ):
+        wait_until(lambda: starting.hellos, 20, "the front")
+        response = front.post("/v1/completions", {"prompt": "x"})
+        assert (response.status_code, error_of(response)["code"]) == (503, "engine_not_ready")
+        assert front.http.get("/health").status_code == 503
+        assert front.openai.models.list().data

@@ -1,0 +1,125 @@
+"""Token ids, Colossal-Inference's routes, adapters, metrics and the document, before a fake engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.backend.front.conftest import TEXT
+from tests.backend.front.fronts import Front, error_of, repository
+from tests.fake_engine import FakeEngine, FakeSupervisor, toy_log_prob
+
+Ids = Callable[[str], list[int]]
+
+
+def test_texts_and_token_ids(front: Front, ids: Ids) -> None:
+    found = front.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}).json()
+    assert found["tokens"] == ids(TEXT) and found["count"] == len(ids(TEXT))
+    assert "".join(found["token_strs"]) == TEXT and found["max_model_len"] == 512
+    assert front.post("/detokenize", {"tokens": ids(TEXT)}).json() == {"prompt": TEXT}
+    assert error_of(front.post("/detokenize", {"tokens": [5, 999_999]}))["param"] == "tokens"
+    assert error_of(front.post("/tokenize", {"prompt": "x" * 100_000}))["param"] == "prompt"
+
+
+def test_token_ids_in_and_out(front: Front, engine: FakeEngine, ids: Ids) -> None:
+    wanted = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "temperature": 0.5, "logprobs": 1}}
+    found = front.post("/inference/v1/generate", {**wanted, "request_id": "mine"}).json()
+    tokens = ids(TEXT)[:4]
+    assert found["request_id"] == "mine"
+    assert (found["choices"][0]["token_ids"], found["choices"][0]["finish_reason"]) == (tokens, "length")
+    content = found["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == [toy_log_prob(token) for token in tokens]
+    assert engine.submits[-1].sequences[0].params.temperature == 0.5
+    streamed = front.post("/inference/v1/generate", {**wanted, "stream": True}).text.split("\n\n")
+    assert streamed[-2] == "data: [DONE]"
+    events = [json.loads(event[6:]) for event in streamed[:-2]]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens
+    wrong = front.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"topk": 1}})
+    assert error_of(wrong)["param"] == "topk"
+
+
+def test_colossal_inferences_routes(front: Front, engine: FakeEngine, ids: Ids) -> None:
+    count = len(ids(TEXT))
+    body = {"prompt": "x", "max_new_tokens": count, "stream": "False"}
+    assert front.post("/generate", body).json() == {"text": TEXT}
+    assert engine.submits[-1].sequences[0].params.top_k == 1
+    found = front.post("/completion", body).json()
+    assert found["text"] == TEXT and found["request_id"]
+    messages = [{"role": "user", "content": "When?"}]
+    chat = front.post("/chat", {"messages": messages, "max_new_tokens": count}).json()
+    assert chat == {"role": "assistant", "text": TEXT}
+    pieces = front.post("/generate", {**body, "stream": "true"}).text.split("\0")
+    assert pieces[-1] == "" and json.loads(pieces[-2]) == {"text": TEXT}
+    assert all(TEXT.startswith(json.loads(piece)["text"]) for piece in pieces[:-1])
+
+
+def test_embeddings_are_refused_by_name(front: Front) -> None:
+    response = front.post("/v1/embeddings", {"model": "toy", "input": "x"})
+    assert (response.status_code, error_of(response)["code"]) == (400, "unsupported_route")
+
+
+def test_adapters_come_and_go(supervisor: FakeSupervisor, engine: FakeEngine, tmp_path: Path) -> None:
+    repo = repository(tmp_path / "repo", lora_path="adapters")
+    source = tmp_path / "french"
+    source.mkdir()
+    (source / "adapter_config.json").write_text("{}")
+    (source / "adapter_model.safetensors").write_bytes(b"x")
+    environment = {"TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
+    load = {"lora_name": "french", "lora_path": str(source)}
+    with Front(repo, tmp_path / "log", "--manage-adapters", **environment) as front:
+        assert front.post("/v1/load_lora_adapter", load).status_code == 200
+        assert [(card.id, card.parent) for card in front.openai.models.list()] == [
+            ("toy", None), ("french", "toy"),
+        ]  # fmt: skip
+        answer = front.openai.completions.create(model="french", prompt="x", max_tokens=1)
+        assert answer.model == "french" and engine.submits[-1].sequences[0].lora_name == "french"
+        assert error_of(front.post("/v1/load_lora_adapter", load))["code"] == "exists"
+        for name in ("../x", ".x", "a/b", ""):
+            assert (
+                error_of(front.post("/v1/load_lora_adapter", {**load, "lora_name": name}))["param"]
+                == "lora_name"
+            )
+        missing = {"lora_name": "other", "lora_path": str(tmp_path)}
+        assert error_of(front.post("/v1/load_lora_adapter", missing))["param"] == "lora_path"
+        assert front.post("/v1/unload_lora_adapter", {"lora_name": "french"}).status_code == 200
+        assert len(front.openai.models.list().data) == 1 and source.is_dir()
+        assert front.post("/v1/unload_lora_adapter", {"lora_name": "french"}).status_code == 404
+
+
+def test_adapters_of_requests_need_an_option(front: Front) -> None:
+    response = front.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/tmp"})
+    assert (response.status_code, error_of(response)["code"]) == (403, "not_allowed")
+
+
+def test_the_page_of_metrics_is_prometheus(front: Front) -> None:
+    def value(name: str, **labels: str) -> float:
+        families = text_string_to_metric_families(front.http.get("/metrics").text)
+        samples = [s for family in families for s in family.samples if s.name == name]
+        return next(s.value for s in samples if labels.items() <= s.labels.items())
+
+    before = value("tridecode_requests_total", outcome="ok")
+    tokens = value("tridecode_output_tokens_total")
+    front.post("/v1/completions", {"prompt": "x", "max_tokens": 5})
+    assert value("tridecode_requests_total", outcome="ok") == before + 1
+    assert value("tridecode_output_tokens_total") == tokens + 5
+    assert value("tridecode_engine_ready", engine="0") == 1
+    assert value("tridecode_request_seconds_count") >= 1
+
+
+def test_the_document_describes_bodies_and_answers(front: Front) -> None:
+    document = front.http.get("/openapi.json").json()
+    posts = {path for path, methods in document["paths"].items() if "post" in methods}
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/generate"} <= posts
+    schema = {"$ref": "#/components/schemas/CompletionRequest", "components": document["components"]}
+    jsonschema.validate({"prompt": "x", "max_tokens": 3, "stop": ["a"]}, schema)
+    for wrong in ({"prompt": "x", "max_tokens": -1}, {"prompt": "x", "max_tokns": 3}, {"max_tokens": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    answer = front.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "logprobs": 1}).json()
+    found = {"$ref": "#/components/schemas/Completion", "components": document["components"]}
+    jsonschema.validate(answer, found)
