@@ -74,8 +74,8 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where tokens begin in the text of an answer, in characters. The tokens of one character all begin where
-    it does."""
+    """Finds where tokens begin in the text of an answer, in characters. The tokens of one character begin
+    where it does."""
 
     def __init__(self, texts: TokenTexts, start: int = 0):
         """start: characters before the first token."""

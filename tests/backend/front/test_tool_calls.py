@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 
@@ -299,3 +300,19 @@ def test_a_template_without_tools_and_a_parser_that_an_operator_names(
                 say(ONE)
                 choice, _ = whole_and_streamed(front, tools=TOOLS)
                 assert calls_of(choice) == [("depth", {"at": "the 港"})]
+
+
+#: bodies that langchain-openai 1.7, litellm 1.110, instructor 1.17, pydantic-ai 2.38 and openai 3.3 have sent
+REQUESTS = json.loads((Path(__file__).with_name("client_requests.json")).read_text())
+
+
+@pytest.mark.parametrize("sent", REQUESTS, ids=lambda sent: sent["client"].replace(" ", "-"))
+def test_requests_of_other_clients_are_answered(front: Front, say: Callable, sent: dict[str, Any]) -> None:
+    say("Hello there.")
+    response = front.post(sent["path"], sent["body"])
+    assert response.status_code == 200, response.text
+    if sent["body"].get("stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        kind = ChatCompletion if sent["path"].endswith("chat/completions") else Completion
+        kind.model_validate(response.json())
