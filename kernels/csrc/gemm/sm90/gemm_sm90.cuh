@@ -1,4 +1,4 @@
-// Tile sizes, shared by gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu.
+// Tile sizes and places of scales, shared by gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu.
 #pragma once
 #include "common/wgmma.cuh"
 #include "gemm/gemm.cuh"
@@ -38,6 +38,13 @@ struct Shape {
 template <typename Operand, int N>
 constexpr int kResident =
     !Shape<N, kPartsOf<Operand>>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;
+
+// Block-scaled E4M3: where the scales of a run of stages begin.
+struct StageScales {
+  const GemmTask& task;
+  int first = 0, second = 0;  // in block_scales, for the columns of c[4 j] and c[4 j + 2]
+  int x = 0;                  // in x_scales, for the lane's first token
+};
 
 }  // namespace
 }  // namespace tridecode

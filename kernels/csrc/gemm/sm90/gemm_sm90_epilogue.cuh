@@ -1,5 +1,4 @@
-// The epilogue of gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu: from the sums in a warp group's
-// registers to memory.
+// The epilogue of the wgmma kernels: from the sums in a warp group's registers to memory.
 #pragma once
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
@@ -9,13 +8,6 @@ namespace tridecode {
 namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Block-scaled E4M3: where the scales of a run of stages begin.
-struct StageScales {
-  const GemmTask& task;
-  int first = 0, second = 0;  // in block_scales, for the columns of c[4 j] and c[4 j + 2]
-  int x = 0;                  // in x_scales, for the lane's first token
-};
 
 // The epilogue of a warp group's part of a tile. A column is an output.
 //
