@@ -130,7 +130,8 @@ def test_groups_of_heads_decode_few_rows(place: Place, contexts, heads, format: 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64), (32, 16, 64)])
 def test_short_contexts_share_a_step_with_long_ones(place: Place, heads, dtype, format: str):
     """A team has the parts of many rows, and begins behind the last tile of some."""
-    decode_and_compare(place, heads, UNEVEN, 32, False, dtype, format)
+    contexts = UNEVEN if place.device.type == "cuda" else UNEVEN[:60]  # Reference has no teams
+    decode_and_compare(place, heads, contexts, 32, False, dtype, format)
 
 
 @pytest.mark.gpu

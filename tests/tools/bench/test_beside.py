@@ -93,6 +93,7 @@ def test_this_machine_s_figures_are_read() -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_report_has_every_engine_and_no_path(tmp_path) -> None:
     checkpoint = save(tiny_llama(), tmp_path / "tiny")
     job = Job(batches=(1, 2), prompt_tokens=8, output_tokens=4, repeats=1)

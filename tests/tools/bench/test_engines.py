@@ -72,7 +72,7 @@ def test_the_mix_has_the_lengths_it_is_said_to_have() -> None:
     assert mix_requests(1024, 50, 1) == mix_requests(1024, 50, 1) != mix_requests(1024, 50, 2)
 
 
-@pytest.mark.parametrize("rate", ["0", "200"])
+@pytest.mark.parametrize("rate", [pytest.param("0", marks=pytest.mark.nightly), "200"])
 def test_the_mix_is_answered_with_the_lengths_that_each_request_wants(rate, tmp_path) -> None:
     arguments = ["bench", "mix", "--preset", "toy", "--requests", "12", "--slots", "3", "--rate", rate]
     arguments += ["--repeats", "1", "--device", "cpu", "--output", str(tmp_path)]
@@ -207,6 +207,7 @@ def test_an_engine_that_fails_in_its_process_is_an_error_with_its_text() -> None
     assert "No module named" in run_apart(absent, Job(preset="toy"))["error"]
 
 
+@pytest.mark.nightly
 @pytest.mark.server
 def test_a_server_is_measured_beside_the_engine_alone() -> None:
     job = Job(preset="toy", batches=(2,), prompt_tokens=16, output_tokens=8, repeats=1, device="cpu")

@@ -33,6 +33,7 @@ def test_every_file_with_the_marker_is_run() -> None:
     assert len(marked) > 2 and [path for path in left if path.name != "test_gpu_report.py"] == []
 
 
+@pytest.mark.nightly  # collects the whole suite; collection itself finds an unknown parameter
 def test_every_marked_test_has_its_fixtures() -> None:
     """CI deselects these tests, so a parameter or fixture that is missing would be seen on a GPU only."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--setup-plan", "-p", "no:cacheprovider"]

@@ -159,6 +159,7 @@ def test_products_in_8_bit_are_built_and_compared(name: str, tmp_path: Path) -> 
     np.testing.assert_allclose(stored.expanded().numpy(), wanted[name](exact), rtol=1e-6)
 
 
+@pytest.mark.nightly  # a whole trained model; the tests above build tiny ones in every format
 @pytest.mark.slow
 def test_smollm2_in_int8_says_nearly_what_it_says_in_fp32(tmp_path: Path) -> None:
     """docs/guides/quantization.md has the figures: mean KL 0.004 nats, 94 % of the tokens."""
