@@ -2,13 +2,14 @@
 
 The first part, `parallel`, computes: pytest-xdist runs a file at a time on each processor. The second,
 `timed`, has the tests whose limits are seconds of a real server, or whose subject is a process that is killed
-or stopped; TIMED names them. They mostly wait: LANES processes run them, of which one loads the machine.
+or stopped; TIMED names them. They mostly wait: LANES processes run them, of which one loads the machine, and
+the first part runs beside them at a low priority, which leaves them the processors whenever they need one.
 
 `--nightly` runs what `make test` leaves out: tests marked `nightly`, here or by thinning.py.
 
-A test that fails is run a second time with nothing beside it, where a part has AGAIN of them or fewer: the
-limits of a few tests are seconds of a machine that others may use. What passes then is named in the output,
-counts as passed, and is a "rerun" of the closing line; what fails twice has failed.
+Failures run a second time after both parts, with nothing beside them, where a part has AGAIN of them or
+fewer: the limits of a few tests are seconds of a machine that others may use. What passes then is named in
+the output, counts as passed, and is a "rerun" of the closing line; what fails twice has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +52,7 @@ SINGLE = (
 )
 AGAIN = 3  # more failures than that are no accident
 MAX_WORKERS = 8  # each has torch and transformers in memory: 1 GB
+NICE = 10  # a process of the timed part gets nine times the share of one of the other part
 LANES = 3  # processes of the timed part, of which one computes (LOADED) and the others mostly wait
 
 Closing = tuple[dict[str, int], float]  # counts and seconds of a closing line
@@ -79,10 +84,9 @@ def counts_of(line: str) -> Closing | None:
     return (counts, float(found[2])) if set(counts) <= set(_COUNTS) else None
 
 
-def closing_line(parts: Sequence[Closing]) -> str:
-    """The sum, in pytest's form."""
-    total = {name: sum(counts.get(name, 0) for counts, _ in parts) for name in _COUNTS}
-    seconds = sum(seconds for _, seconds in parts)
+def closing_line(parts: Sequence[dict[str, int]], seconds: float) -> str:
+    """Return the sum of the counts, in pytest's form."""
+    total = {name: sum(counts.get(name, 0) for counts in parts) for name in _COUNTS}
     words = [
         f"{count} {name[:-1] if count == 1 and name in ('warnings', 'errors') else name}"
         for name, count in total.items()
@@ -131,24 +135,31 @@ def command(
     return [*words, *given, *(["-n", "0", "--last-failed", "-v"] if again else [])]
 
 
-def run(words: Sequence[str], part: str) -> tuple[int, Closing]:
-    """Exit code, counts and seconds of pytest; its output goes to ours as it comes."""
+def run(words: Sequence[str], part: str, beside: bool = False) -> tuple[int, Closing, bytes]:
+    """Return exit code, counts and seconds of pytest, and its output if another part runs beside this one and
+    prints; the output goes to ours as it comes otherwise."""
     environment = dict(os.environ)
     # hundreds of processes import our modules: compile each once
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if part == "parallel":
         environment.setdefault("OMP_NUM_THREADS", "1")  # every worker has a processor of its own
     closing: Closing = ({}, 0.0)
+    kept = bytearray()
+    if beside and part == "parallel":
+        words = ["nice", "-n", str(NICE), *words]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as process:
         assert process.stdout is not None
         line = b""
         while piece := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
-            sys.stdout.buffer.write(piece)
-            sys.stdout.flush()
+            if beside and part == "timed":
+                kept += piece
+            else:
+                sys.stdout.buffer.write(piece)
+                sys.stdout.flush()
             *ended, line = (line + piece).split(b"\n")
             for one in ended:
                 closing = counts_of(one.decode(errors="replace")) or closing
-    return process.returncode, closing
+    return process.returncode, closing, bytes(kept)
 
 
 def after_second_run(first: Closing, second: Closing) -> Closing:
@@ -161,18 +172,39 @@ def after_second_run(first: Closing, second: Closing) -> Closing:
     return counts, first[1] + second[1]
 
 
-def run_part(part: str, given: Sequence[str], nightly: bool = False) -> tuple[int, Closing]:
-    with tempfile.TemporaryDirectory(prefix="tests-") as cache:
-        code, closing = run(command(part, given, cache, nightly=nightly), part)
-        failed = closing[0].get("failed", 0)
-        if code != 1 or not 0 < failed <= AGAIN or closing[0].get("errors"):
-            return code, closing
-        print(f"\n{failed} failed: run again, alone", flush=True)
-        code, second = run(command(part, given, cache, True, nightly), part)
-        if second[0].get("passed", 0) > failed:  # not what failed: believe the first run
-            return 1, closing
-        print(f"{second[0].get('passed', 0)} of {failed} failed once and passed alone", flush=True)
-        return code, after_second_run(closing, second)
+def run_parts(
+    chosen: Sequence[str], given: Sequence[str], nightly: bool = False
+) -> list[tuple[int, Closing]]:
+    """Run the parts, beside each other if there are two, then what failed; a code and counts of each."""
+    beside = len(chosen) > 1 and processes("parallel") > 1 and not os.environ.get("WORKERS")
+    with ExitStack() as stack:
+        caches = [stack.enter_context(tempfile.TemporaryDirectory(prefix="tests-")) for _ in chosen]
+
+        def first_run(part: str, cache: str) -> tuple[int, Closing, bytes]:
+            return run(command(part, given, cache, nightly=nightly), part, beside)
+
+        with ThreadPoolExecutor(len(chosen) if beside else 1) as pool:
+            firsts = list(pool.map(first_run, chosen, caches))
+        for *_, output in firsts:
+            sys.stdout.buffer.write(output)
+            sys.stdout.flush()
+        return [
+            run_again(code, closing, part, command(part, given, cache, True, nightly))
+            for part, cache, (code, closing, _) in zip(chosen, caches, firsts)
+        ]
+
+
+def run_again(code: int, closing: Closing, part: str, words: Sequence[str]) -> tuple[int, Closing]:
+    """Run a few failures of a part a second time, by the command `words`; return the result of the part."""
+    failed = closing[0].get("failed", 0)
+    if code != 1 or not 0 < failed <= AGAIN or closing[0].get("errors"):
+        return code, closing
+    print(f"\n{failed} failed: run again, alone", flush=True)
+    code, second, _ = run(words, part)
+    if second[0].get("passed", 0) > failed:  # not what failed: believe the first run
+        return 1, closing
+    print(f"{second[0].get('passed', 0)} of {failed} failed once and passed alone", flush=True)
+    return code, after_second_run(closing, second)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,14 +212,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--part", choices=PARTS, help="only this one")
     parser.add_argument("--nightly", action="store_true", help="only what `make test` leaves out")
     chosen, given = parser.parse_known_args(arguments)
-    codes, sums = [], []
-    for part in [chosen.part] if chosen.part else PARTS:
-        code, closing = run_part(part, given, chosen.nightly)
-        codes.append(code)
-        sums.append(closing)
-        if code == 2:  # interrupted
-            break
-    print(closing_line(sums), flush=True)
+    began = time.monotonic()
+    ended = run_parts([chosen.part] if chosen.part else PARTS, given, chosen.nightly)
+    codes = [code for code, _ in ended]
+    print(closing_line([counts for _, (counts, _) in ended], time.monotonic() - began), flush=True)
     return exit_code(codes)
 
 

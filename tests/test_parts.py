@@ -65,10 +65,10 @@ def test_another_line_is_none(line):
 
 
 def test_the_sum_has_pytests_form_and_is_read_by_the_same_rule():
-    line = parts.closing_line([({"passed": 3, "warnings": 1}, 59.0), ({"failed": 1, "passed": 2}, 3602.5)])
+    line = parts.closing_line([{"passed": 3, "warnings": 1}, {"failed": 1, "passed": 2}], 3661.5)
     assert line == "1 failed, 5 passed, 1 warning in 3661.50s (1:01:01)"
     assert parts.counts_of(line) == ({"failed": 1, "passed": 5, "warnings": 1}, 3661.5)
-    assert parts.closing_line([({}, 0.5), ({}, 0.0)]) == "no tests ran in 0.50s"
+    assert parts.closing_line([{}, {}], 0.5) == "no tests ran in 0.50s"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,8 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
         return [*kept, "-c", str(tmp_path / "pytest.ini"), "--rootdir", str(tmp_path), "-n", "0"]
 
     monkeypatch.setattr(parts, "command", of_these_tests)
-    assert parts.run_part("parallel", ["-q", "--color=no", *names])[0] == code
+    ((found_code, _),) = parts.run_parts(["parallel"], ["-q", "--color=no", *names])
+    assert found_code == code
     printed = capfd.readouterr().out
     assert "1 failed: run again, alone" in printed
     found = re.search(r"(\d) of 1 failed once and passed alone", printed)
@@ -137,4 +138,43 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
     first = ({"failed": 1, "passed": 1}, 1.0)
     second = ({"passed": 1} if code == 0 else {"failed": 1}, 0.5)
     assert parts.after_second_run(first, second) == (counts, 1.5)
-    assert ("1 rerun in" in parts.closing_line([(counts, 1.5)])) == (code == 0)
+    assert ("1 rerun in" in parts.closing_line([counts], 1.5)) == (code == 0)
+
+
+#: each part waits for the other, and notes its priority
+MEETING = """
+import os, time
+from pathlib import Path
+
+def test_meets_the_other_part():
+    folder = Path({folder!r})
+    (folder / {part!r}).write_text(str(os.nice(0)))
+    began = time.monotonic()
+    while not (folder / {other!r}).exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    print("met", {other!r})
+"""
+
+
+def test_the_parts_run_beside_each_other_and_the_timed_one_comes_first(tmp_path, monkeypatch, capfdbinary):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    for part, other in (parts.PARTS, reversed(parts.PARTS)):
+        text = MEETING.format(folder=str(tmp_path), part=part, other=other)
+        (tmp_path / f"test_{part}.py").write_text(text)
+    monkeypatch.setattr(parts, "processes", lambda part: 2)
+    monkeypatch.delenv("WORKERS", raising=False)
+    monkeypatch.setattr(
+        parts,
+        "command",
+        lambda part, given, cache, again=False, nightly=False: [
+            *(sys.executable, "-m", "pytest", "-q", "-s", "--color=no", "-c", str(tmp_path / "pytest.ini")),
+            str(tmp_path / f"test_{part}.py"),
+        ],
+    )
+    ended = parts.run_parts(parts.PARTS, [])
+    assert [(code, counts) for code, (counts, _) in ended] == [(0, {"passed": 1})] * 2
+    printed = capfdbinary.readouterr().out.decode()
+    assert printed.index("met timed") < printed.index("met parallel"), "the timed part prints at the end"
+    usual, low = (int((tmp_path / part).read_text()) for part in ("timed", "parallel"))
+    assert low == min(usual + parts.NICE, 19)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tridecode.tools.bench.gpu_report import GPU_TESTS, ROOT, run_tests
 
 MARKED = """
