@@ -399,6 +399,7 @@ def test_sizes_of_pieces_on_a_cpu(on_cpu: Place, monkeypatch, rows: int, sizes: 
     check_plain(on_cpu, monkeypatch, "rows", None, torch.float16, rows, sizes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize(
     ("kind", "how"), [*(("rows", how) for how in HOW), ("int8", "plain"), ("int8", "odd")]
