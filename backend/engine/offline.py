@@ -125,7 +125,7 @@ class OfflineEngine:
         Requests have no deadline, whatever config says: of many that are submitted together, most wait long.
         """
         model = read_model_config(Path(directory))
-        # no loop runs shadow runs here
+        # features between steps are off: no loop runs them here
         without: dict[str, Any] = {feature.switch: 0 for feature in BACKGROUND}
         config = replace(config or EngineConfig(), request_timeout_s=math.inf, **without)
         device = choose_device(config)

@@ -31,7 +31,7 @@ from tridecode.backend.models.decoder import Decoder
 from tridecode.kernels.operands import Batch, CacheLayer
 
 _HEAD_ROWS = 16  # positions whose logits are held at once
-_LOGITS_DTYPE = torch.float64  # bytes of the comparison's buffers
+_LOGITS_DTYPE = torch.float64  # dtype of the comparison
 #: fields in which the reference may differ from the served model
 _OWN_FIELDS = ("model_name", "weight_dtype", "quantization")
 
