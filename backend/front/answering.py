@@ -108,6 +108,7 @@ class _Running:
         """The request has ended. Returns the error to raise."""
         if self._connection is not None:
             self._connection.when_left(None)
+        self.reader.close()
         self.front.model.end(self.reader)
         if error is None:
             self.front.ended(self.call)
@@ -144,6 +145,7 @@ class EventStream(Response):
     async def _send_pieces(self, send: Send) -> None:
         reader, writer, call = self._running.reader, self._running.writer, self._running.call
         pieces = self._first
+        reader.report_silence(_SILENT_S)
         while True:
             if pieces is None:
                 await send(_part(_COMMENT))
@@ -154,7 +156,7 @@ class EventStream(Response):
                 if data := writer.take(pieces):
                     call.chunks += 1
                     await send(_part(data))
-            pieces = await reader.next(_SILENT_S)
+            pieces = await reader.next()
         await send(_part(writer.end(), False))
 
 

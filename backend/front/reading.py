@@ -19,11 +19,12 @@ class Bells:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
+        self.time = loop.time
         self._rung: deque[Reader] = deque()
         self._scheduled = False
 
     def ring(self, reader: Reader) -> None:
-        """Any thread."""
+        """Wake a reader. Any thread."""
         self._rung.append(reader)
         if not self._scheduled:
             self._scheduled = True
@@ -50,6 +51,8 @@ class Reader:
         self._bells = bells
         self._waiter: asyncio.Future[None] | None = None
         self._rung = False
+        self._read_at = bells.time()
+        self._timer: asyncio.TimerHandle | None = None
         self.left = False  # whether the client has left
 
     def ring(self, _stream: TextStream) -> None:
@@ -68,8 +71,23 @@ class Reader:
         self.stream.cancel()
         self.wake()
 
+    def report_silence(self, seconds: float) -> None:
+        """Have `next` return None after so long without pieces, until `close`. One timer, not one a piece."""
+        loop = asyncio.get_running_loop()
+        idle = loop.time() - self._read_at
+        if idle >= seconds:
+            idle = 0.0
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        self._timer = loop.call_later(seconds - idle, self.report_silence, seconds)
+
+    def close(self) -> None:
+        """End the timer: nobody reads any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def next(self, timeout_s: float | None = None) -> Pieces | None:
-        """Return the pieces since the last call, [] once all have been read, None after the time.
+        """Return the pieces since the last call, [] once all have been read, None after a silence.
 
         Raises the TridecodeError that the request ended with, RequestCancelled where the client has left.
         """
@@ -79,6 +97,7 @@ class Reader:
             if self._rung:
                 self._rung = False
                 if pieces := self.stream.take():
+                    self._read_at = self._bells.time()
                     return pieces
                 if self.stream.finished:
                     return []
@@ -96,6 +115,7 @@ class Reader:
                 if handle is not None:
                     handle.cancel()
             if not self._rung and not self.left:
+                self._read_at = self._bells.time()
                 return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
@@ -50,9 +51,9 @@ _BYTES = 8 * len(_PLACES)
 
 def shared_counts(workers: int) -> int:
     """A file descriptor of the memory for this many workers, which they inherit."""
-    fd = os.memfd_create("tridecode-front", 0)
-    os.ftruncate(fd, _BYTES * workers)
-    return fd
+    with tempfile.TemporaryFile() as file:
+        file.truncate(_BYTES * workers)
+        return os.dup(file.fileno())
 
 
 class Counts:

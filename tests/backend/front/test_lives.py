@@ -6,16 +6,19 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from tests.backend.front.conftest import TEXT
-from tests.backend.front.fronts import Front, error_of
+from tests.backend.front.fronts import ROOT, Front, error_of
 from tests.fake_engine import FakeEngine, FakeSupervisor, rebuilt, scripted
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import processes
@@ -125,3 +128,49 @@ def test_before_the_first_engine_the_service_says_so(toy_repository: Path, tmp_p
         assert (response.status_code, error_of(response)["code"]) == (503, "engine_not_ready")
         assert front.http.get("/health").status_code == 503
         assert front.openai.models.list().data
+
+
+def test_a_full_queue_and_a_deadline_have_their_own_statuses(slow_front: Front, slow: FakeEngine) -> None:
+    late = slow_front.post("/v1/completions", {"prompt": "x", "max_tokens": 500, "timeout_s": 0.2})
+    assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
+    slow.limits = msgspec.structs.replace(slow.limits, max_queued_requests=0)
+    full = slow_front.post("/v1/completions", {"prompt": "x"})
+    assert (full.status_code, error_of(full)["code"]) == (429, "queue_full")
+    assert full.headers["retry-after"] == "1"
+
+
+def test_an_error_in_a_stream_is_its_last_event(slow_front: Front, slow: FakeEngine) -> None:
+    wanted = {"prompt": "x", "max_tokens": 500, "timeout_s": 0.5, "stream": True}
+    events = [line[6:] for line in slow_front.post("/v1/completions", wanted).text.splitlines() if line]
+    assert len(events) > 2 and json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_silent_stream_has_comments(slow_front: Front, slow: FakeEngine) -> None:
+    """An engine that stands still does not make proxies close the stream."""
+    connection = begun(slow_front, stream=True)
+    wait_until(lambda: slow.running == 1, what="the request")
+    slow.freeze()
+    found = b""
+    connection.settimeout(30)
+    while b"\n: waiting\n\n" not in found and b"\r\n: waiting\n\n" not in found:
+        piece = connection.recv(65_536)
+        assert piece, found[-300:]
+        found += piece
+    slow.thaw()
+    connection.close()
+
+
+def test_a_worker_is_light() -> None:
+    """Neither torch nor pydantic nor gRPC, and half a second of a CPU at most."""
+    program = """
+import resource, sys
+import tridecode.backend.front.process.worker
+heavy = {"torch", "transformers", "pydantic", "grpc", "tritonclient", "triton_python_backend_utils"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert float(done.stdout) < 1.0  # 0.3 s on an idle machine
