@@ -14,7 +14,7 @@ from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 MAX_LORA_NAME = 128  # characters

@@ -196,6 +196,24 @@ class CacheManager:
         self._add_blocks(sequence, blocks)
         return True
 
+    def extend(self, sequence: Sequence, tokens: int) -> int:
+        """Assign blocks for up to `tokens` tokens of a sequence that has room for its next one, as far as
+        blocks are free; return for how many tokens there are blocks, `tokens` at most."""
+        size = self.block_tokens
+        more = min(-(-tokens // size), self.tables.shape[1]) - len(sequence.blocks)
+        for _ in range(more):
+            if not self.index.num_free:  # drafts evict nothing
+                break
+            self._add_blocks(sequence, self.index.allocate(1))
+        return min(tokens, len(sequence.blocks) * size)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind the sequence's last token."""
+        needed = -(-self.lengths.item(sequence.slot) // self.block_tokens)
+        if needed < len(sequence.blocks):
+            self.index.release(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
+
     def addresses(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Return (n,) int32, block * block_tokens + offset for each place (n,) of its slot.
 

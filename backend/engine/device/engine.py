@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,21 @@ from tridecode.backend.engine.ranks.vocab_share import mask_padding, whole_rows
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs
+from tridecode.backend.engine.step.query_graphs import QueryGraphs
 from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.context import Context
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
+from tridecode.kernels.sampling_state import SamplingState
+
+
+class DeviceDrafter(Protocol):
+    """Proposes tokens on the device, for a scheduler whose Drafter leaves their ids to it."""
+
+    def propose(self, plan: StepPlan, state: SamplingState) -> None:
+        """Write state.drafts for the slots of a step that has just been launched; on every rank, in the order
+        of the device's stream. state: as that step leaves it."""
+        ...
 
 
 class Engine:
@@ -54,6 +65,8 @@ class Engine:
         self.sampler = StepSampler(state, ring)
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self.query_graphs: QueryGraphs | None = None
+        self.drafter: DeviceDrafter | None = None
         self.background: list[BackgroundRun] = []  # features that work between steps
         if open_weights is not None:
             self.background = [run(state, open_weights) for run in background_kinds(config).values()]
@@ -86,10 +99,13 @@ class Engine:
             self.run(self.buffers.load(plan), plan, parts)
         self.ranks.send(x)
         tokens, log_probs = self.sampler.fetch(plan)
+        accepted = self.sampler.fetch_accepted(plan) if plan.queries else None
         if parts:
             with torch.inference_mode():
                 for part in parts:
                     part.after_sampling(self.sampler.tokens[: plan.num_samples])
+        if self.drafter is not None:
+            self.drafter.propose(plan, self.state.sampling)
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         ready = None
         if self.is_asynchronous:
@@ -104,6 +120,7 @@ class Engine:
             on_result,
             self.ranks.take_posted(),
             self.ranks.raise_if_lost,
+            accepted,
         )
 
     def _replay(self, plan: StepPlan) -> bool:
@@ -112,6 +129,8 @@ class Engine:
             return False
         if plan.parts and not all(part.captures for part in plan.parts):
             return False
+        if plan.queries:
+            return self.query_graphs is not None and self.query_graphs.replay(plan)
         return self.graphs.replay(plan) is not None or self._replay_prompts(plan)
 
     @torch.inference_mode()
@@ -136,8 +155,10 @@ class Engine:
         state = self.state
         context = Context(self._step_ops(parts), self.ranks, state.work, batch)
         x = state.work.hidden[: batch.num_tokens]
+        if batch.verifies:
+            state.ops.place_rows(batch, state.sampling, self.config.block_tokens)
         if self.ranks.stage == 0:
-            if batch.num_decodes:
+            if batch.num_decodes and not batch.verifies:
                 state.ops.resolve_tokens(
                     batch.token_ids, batch.sample_slots[: batch.num_decodes], state.sampling.last_tokens
                 )
@@ -155,7 +176,9 @@ class Engine:
         if logits is not None:
             if self.on_logits is not None and plan is not None:
                 self.on_logits(plan, whole_rows(logits, state.vocab, self.ranks))
-            self.sampler.sample(logits, batch.sample_slots)
+            self.sampler.sample(logits, batch)
+        elif batch.verifies:
+            self.sampler.verified = batch
 
     def _step_ops(self, parts: Sequence[PartRun[Any]]) -> Ops:
         """Return the operations of a step with these parts."""

@@ -29,6 +29,7 @@ class Pending:
     on_result: Callable[[StepResult], None] | None = None
     posted: list[Posted] = field(default_factory=list)
     check: Callable[[], None] | None = None
+    accepted: Tensor | None = None  # of a step that verifies: StepResult.accepted
 
     @property
     def is_done(self) -> bool:
@@ -44,6 +45,8 @@ class Pending:
         if self.check is not None:
             self.check()
         result = StepResult(self.tokens.numpy().copy(), self.log_probs.numpy().copy())
+        if self.accepted is not None:
+            result.accepted = self.accepted.numpy().copy()
         if self.parts:
             result.parts = [part.result() for part in self.parts]
         if self.on_result is not None:

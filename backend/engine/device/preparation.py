@@ -18,6 +18,7 @@ from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
+from tridecode.backend.engine.step.query_graphs import QueryGraphs, query_shapes
 from tridecode.backend.engine.step.step_buffers import StepShape
 from tridecode.backend.models.weights import Weights
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
@@ -104,6 +105,26 @@ def can_capture(engine: Engine) -> bool:
         return True
     log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
     return False
+
+
+def capture_query_graphs(engine: Engine, most_queries: int, phase: Progress = lambda what: None) -> None:
+    """Capture graphs of steps that verify rows of up to most_queries tokens, for an engine with a drafter.
+    Does nothing where steps do not run as graphs."""
+    if engine.graphs is None:
+        return
+    longest = engine.config.max_sequence_tokens
+    assert longest is not None
+
+    def load(plan: StepPlan, rows: int, queries: int) -> Batch:
+        return engine.buffers.load_rows(plan, rows, queries, longest)
+
+    capture = Capturer(engine.run, phase, engine.synchronize)
+    shapes = [
+        shape
+        for shape in query_shapes(engine.config.slots, most_queries)
+        if engine.ranks.captures(engine.state.work.hidden[: shape[0] * shape[1]])
+    ]
+    engine.query_graphs = QueryGraphs(shapes, load, capture)
 
 
 def _capture(engine: Engine, phase: Progress) -> None:

@@ -15,6 +15,9 @@ from tridecode.backend.engine.ranks.peer_memory import PeerSampler
 from tridecode.backend.engine.ranks.vocab_sampler import sample
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import empty_host, to_first, to_host
+from tridecode.kernels.operands import Batch
+from tridecode.kernels.reference.rows import keep_lengths, verify_rows
+from tridecode.kernels.sampling_state import SamplingState
 
 
 class StepSampler:
@@ -32,26 +35,50 @@ class StepSampler:
             self._peers = PeerSampler(state.ops, ranks.peers, vocab)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
         self._results = [
             (empty_host((rows,), torch.int32, device), empty_host((rows,), torch.float32, device))
             for _ in range(ring)
         ]
+        self._host_accepted = [empty_host((rows,), torch.int32, device) for _ in range(ring)]
+        self.verified: Batch | None = None  # the newest step that verifies, on a stage that does not sample
 
     def start(self, plan: StepPlan) -> None:
         """Write the sampling state of the sequences that take a batch slot in this step."""
         if plan.starts:
             start_slots(self._state.sampling, plan.starts, self._state.first_id)
 
-    def sample(self, logits: Tensor, slots: Tensor) -> None:
-        """Draw one token for each row. logits: (R, V) of this rank's ids. slots: (R,) int32, -1 for none."""
-        state, count = self._state, slots.shape[0]
-        results = {"tokens": self.tokens[:count], "log_probs": self._log_probs[:count]}
-        if state.vocab is None:
-            state.ops.sample(logits, slots, state.sampling, **results)
-        elif self._peers is None:
-            sample(logits, slots, state.sampling, state.vocab, self._ranks, **results)
+    def sample(self, logits: Tensor, batch: Batch) -> None:
+        """Draw a token for each sample of the batch. logits: (R, V) of this rank's ids."""
+        count, slots, state = logits.shape[0], batch.sample_slots, self._state.sampling
+        tokens, log_probs = self.tokens[:count], self._log_probs[:count]
+        if not batch.verifies:
+            self._draw(logits, slots, state, tokens=tokens, log_probs=log_probs)
+            return
+        first = batch.decode_tokens
+        if first < count:  # prompts; all rows are passed, since those behind may not be aligned
+            others = slots.clone()
+            others[:first] = -1
+            self._draw(logits, others, state, tokens=tokens, log_probs=log_probs)
+        kept = tokens[:first], log_probs[:first], self._accepted[: batch.num_decodes]
+        if self._state.vocab is None:
+            self._state.ops.verify(
+                logits[:first], batch, state, tokens=kept[0], log_probs=kept[1], accepted=kept[2]
+            )
         else:
-            self._peers.sample(logits, slots, state.sampling, **results)
+            verify_rows(self._draw, logits[:first], batch, state, *kept)
+
+    def _draw(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        """Ops.sample over the vocabulary of all ranks. logits: (R, V) of this rank's ids."""
+        vocab, results = self._state.vocab, {"tokens": tokens, "log_probs": log_probs}
+        if vocab is None:
+            self._state.ops.sample(logits, slots, state, **results)
+        elif self._peers is None:
+            sample(logits, slots, state, vocab, self._ranks, **results)
+        else:
+            self._peers.sample(logits, slots, state, **results)
 
     @torch.inference_mode()
     def fetch(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -69,9 +96,37 @@ class StepSampler:
         if ranks.num_stages > 1:
             ranks.share(tokens)
             ranks.share(log_probs)
-            if not self._state.is_last_stage:
+            if not self._state.is_last_stage and not plan.queries:
                 self._store_last_tokens(plan, tokens)
         return to_host(tokens, turn[0][:count]), to_host(log_probs, turn[1][:count])
+
+    @torch.inference_mode()
+    def fetch_accepted(self, plan: StepPlan) -> Tensor:
+        """Start the copy of a verifying step's (num_decodes,) accepted counts to the host, after `fetch`."""
+        count, ranks = plan.num_decodes, self._ranks
+        accepted, host = self._accepted[:count], self._host_accepted[plan.step % len(self._host_accepted)]
+        if not count:
+            return host[:0]
+        if ranks.is_pipelined:  # the plans have all ids and lengths
+            return to_first(ranks, accepted, (count,), torch.int32, self._device, host[:count])
+        if ranks.num_stages > 1:
+            ranks.share(accepted)
+            if not self._state.is_last_stage:
+                self._store_accepted(plan, accepted)
+        return to_host(accepted, host[:count])
+
+    def _store_accepted(self, plan: StepPlan, accepted: Tensor) -> None:
+        """Write last_tokens and lengths of a step that verifies on a stage that does not sample."""
+        batch, sampling = self.verified, self._state.sampling
+        assert batch is not None
+        newest = np.cumsum(plan.samples) - 1  # the last sample of each row
+        first = torch.from_numpy(newest[: plan.num_decodes] - plan.samples[: plan.num_decodes])
+        places = torch.from_numpy(newest).to(self._device)
+        places[: plan.num_decodes] = first.to(self._device) + accepted
+        rows = torch.from_numpy(np.flatnonzero((plan.slots >= 0) & (plan.samples > 0))).to(self._device)
+        slots = torch.from_numpy(plan.slots).to(self._device)
+        sampling.last_tokens[slots[rows].long()] = self.tokens[places[rows]].clamp(min=0)
+        keep_lengths(sampling, batch, slots[: plan.num_decodes], accepted)
 
     def _store_last_tokens(self, plan: StepPlan, tokens: Tensor) -> None:
         """Write last_tokens on a stage that does not sample. The slots of beams are -1 in the plan."""

@@ -94,7 +94,7 @@ class BeamPlanner:
         kv_slots = self.cache.addresses(slots, positions)
         self.cache.lengths[slots] = positions + 1
         for beam in beams:
-            beam.stage, beam.in_flight = Stage.DRAINING, beam.in_flight + 1
+            beam.stage, beam.in_flight = Stage.AWAITED, beam.in_flight + 1
         return Rows(
             beams,
             np.array([beam.output[-1] for beam in beams], np.int32),

@@ -17,6 +17,7 @@ from tridecode.backend.engine.prompt_tables.book import PromptBook, vocabulary_t
 from tridecode.backend.engine.schedule import sequence_outputs as extras
 from tridecode.backend.engine.schedule.admission import Counters, LazyHeap, SchedulerLimits
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner, beam_rows
+from tridecode.backend.engine.schedule.drafts import Drafter, DraftPlanner
 from tridecode.backend.engine.schedule.prompt_spread import Spread
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.step.plan import SlotStart, StepPart, StepPlan
@@ -80,7 +81,7 @@ class Planner:
         self.waiting: LazyHeap[Sequence] = LazyHeap(lambda sequence: sequence.stage is Stage.WAITING)
         self._prefilling: list[Sequence] = []  # in order of admission
         self._decoding: list[Sequence] = []
-        self._awaited: dict[Sequence, None] = {}  # decoding, its newest token in flight: of micro-batches
+        self._awaited: dict[Sequence, None] = {}  # decoding, waiting for their tokens in flight
         self._drained: list[Sequence] = []  # draining, and still with the slot that the plan before needed
         self.without_slot: set[Sequence] = set()  # draining, their slots given back
         self._rows: _DecodeRows | None = None  # of _decoding; None: to be rebuilt
@@ -92,6 +93,16 @@ class Planner:
         self._held = 0  # steps since sequences began to wait for more free slots
         self._spread = Spread(limits)
         self.num_extra_outputs = 0  # open sequences with extra_outputs; the scheduler counts them
+        self.drafts: DraftPlanner | None = None  # of an engine with a drafter
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Verify what the drafter proposes. Before the first plan."""
+        self.drafts = DraftPlanner(drafter, self.limits, self.cache, self._last_lengths, self._shifts)
+
+    @property
+    def _waits(self) -> bool:
+        """Return whether a sequence waits for the token of each of its rows before its next one."""
+        return self.limits.micro_batches > 1 or (self.drafts is not None and self.drafts.needs_token)
 
     def wait(self, sequence: Sequence) -> None:
         self.waiting.push(sequence.order, sequence)
@@ -124,9 +135,9 @@ class Planner:
                 self._awaited.pop(sequence, None)
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """With micro-batches: the sequences whose token is known now decode again, the longest waiting
+        """The sequences that waited for their tokens, which are known now, decode again, the longest waiting
         first."""
-        known = [sequence for sequence in sequences if sequence.stage is Stage.AWAITED]
+        known = [one for one in sequences if one.stage is Stage.AWAITED and not one.in_flight]
         for sequence in known:
             sequence.stage = Stage.DECODE
             del self._awaited[sequence]
@@ -175,9 +186,9 @@ class Planner:
         return min(limits.max_step_tokens, max(MIXED_TOKENS, limits.max_sequences)) - num_decodes
 
     def _drain(self, sequence: Sequence) -> None:
-        """The last token of the sequence, or a beam's next, is in the plan that is being made."""
+        """The last token of the sequence is in the plan that is being made."""
         sequence.stage, group = Stage.DRAINING, sequence.group
-        if group.row is None and group.search is None and not group.has_samples:
+        if group.row is None and not group.has_samples:
             self._drained.append(sequence)
 
     def _release_drained(self) -> None:
@@ -306,23 +317,33 @@ class Planner:
     ) -> StepPlan:
         """The arrays of a step. Advances the lengths in the cache and the tokens in flight. sequences: those
         that decode, the first of _decoding."""
-        cache, num_decodes = self.cache, len(sequences)
+        cache, num_decodes, queries = self.cache, len(sequences) + len(beams), 0
         rows = self._decode_rows() if len(sequences) == len(self._decoding) else self._rows_of(sequences)
-        slots, positions = rows.slots, rows.positions
-        kv_slots = cache.addresses(slots, positions if rows.rings is None else positions % rows.rings)
-        positions = positions + rows.shifts
-        token_ids = np.full(num_decodes, -1, np.int32)
-        if self.limits.micro_batches > 1:
-            token_ids[:] = [sequence.output[-1] for sequence in sequences]
-        num_decodes += len(beams)
+        slots, adapters, tops = rows.slots, rows.adapters, rows.top_log_probs
         samples = np.ones(num_decodes + len(chunks), np.int32)
         query_starts = np.arange(num_decodes + len(chunks) + 1, dtype=np.int32)
-        if self._unstarted:
-            starts += self._start_forks(sequences, token_ids)
-        adapters, tops = rows.adapters, rows.top_log_probs
         embeds: list[tuple[int, int]] = []
-        self._advance_decodes(sequences, rows)
-        context_lens = rows.positions if rows.rings is None else np.minimum(rows.positions, rows.rings)
+        if self.drafts is None or not sequences:
+            positions = rows.positions
+            kv_slots = cache.addresses(slots, positions if rows.rings is None else positions % rows.rings)
+            positions = positions + rows.shifts
+            token_ids = np.full(len(sequences), -1, np.int32)
+            if self.limits.micro_batches > 1:
+                token_ids[:] = [sequence.output[-1] for sequence in sequences]
+            if self._unstarted:
+                starts += self._start_forks(sequences, token_ids)
+            self._advance_decodes(sequences, rows)
+            context_lens = rows.positions if rows.rings is None else np.minimum(rows.positions, rows.rings)
+        else:
+            drafted = self.drafts.rows(sequences, *self._draft_budget(sequences, beams, chunks))
+            token_ids, positions, kv_slots = drafted.token_ids, drafted.positions, drafted.kv_slots
+            context_lens, queries, count = drafted.context_lens, drafted.queries, len(sequences)
+            query_starts[:count] = drafted.starts[:-1]
+            query_starts[count:] += drafted.starts[-1] - count
+            samples[:count] = np.diff(drafted.starts)
+            if self._unstarted:
+                starts += self._start_forks(sequences, token_ids, drafted.starts)
+            self._advance_drafted(sequences)
         if beams:
             more = self.beams.take_rows(beams)
             sequences = sequences + beams
@@ -342,13 +363,16 @@ class Planner:
             slots = np.concatenate([slots, np.array([sequence.slot for sequence, _, _ in chunks], np.int32)])
             adapters = np.concatenate([adapters, _adapters([sequence for sequence, _, _ in chunks])])
             tops = np.concatenate([tops, _top_log_probs([sequence for sequence, _, _ in chunks])])
-            context_lens = np.minimum(cache.lengths[slots], cache.rings[slots])
-            query_starts[num_decodes + 1 :] = num_decodes + np.cumsum([count for _, _, count in chunks])
+            own = slots[num_decodes:]
+            context_lens = np.concatenate([context_lens, np.minimum(cache.lengths[own], cache.rings[own])])
+            ends = query_starts[num_decodes] + np.cumsum([count for _, _, count in chunks])
+            query_starts[num_decodes + 1 :] = ends
             samples[num_decodes:] = [self._finish_chunk(sequence) for sequence, _, _ in chunks]
             embeds = _embeds(chunks, num_decodes)
             self._prefilling = [s for s in self._prefilling if s.stage is Stage.PREFILL]
         self._spread.note(sum(count for _, _, count in chunks))
-        columns = -(-int(context_lens.max()) // cache.block_tokens)
+        lens = np.minimum(cache.lengths[slots], cache.rings[slots]) if queries else context_lens
+        columns = -(-int(lens.max()) // cache.block_tokens)
         slot_copies, block_copies = cache.take_copies()
         prompts = self.prompts.take(
             chunks, token_ids, query_starts[num_decodes:], cache.take_cleared(), block_copies
@@ -377,6 +401,7 @@ class Planner:
             slots=slots,
             samples=samples,
             num_decodes=num_decodes,
+            queries=queries,
             starts=starts,
             parts=parts,
             sequences=sequences,
@@ -404,14 +429,48 @@ class Planner:
     def _set_decoding(self, decoding: list[Sequence]) -> None:
         self._decoding, self._rows = decoding, None
 
-    def _start_forks(self, decodes: list[Sequence], token_ids: np.ndarray) -> list[SlotStart]:
+    def _draft_budget(
+        self, sequences: list[Sequence], beams: list[Sequence], chunks: list[tuple[Sequence, int, int]]
+    ) -> tuple[int, bool]:
+        """(tokens that the decode rows of a step may have beyond one each, whether any may have some)."""
+        limits, rows = self.limits, len(sequences) + len(beams)
+        tokens = rows + sum(count for _, _, count in chunks)
+        budget = min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)
+        simple = not beams and not self.num_extra_outputs and not limits.long_prompt_tokens
+        others = [sequence for sequence, _, _ in chunks] + sequences
+        return budget, simple and all(one.params.top_log_probs < 0 for one in others)
+
+    def _advance_drafted(self, sequences: list[Sequence]) -> None:
+        """A row that may have the sequence's last token in flight is not planned again before its tokens are
+        known; with needs_token or micro-batches none is."""
+        rest, lengths = self._decoding[len(sequences) :], self.cache.lengths
+        goes_on = []
+        for sequence in sequences:
+            length = lengths.item(sequence.slot)
+            if self._waits or length >= self._last_lengths[sequence.slot]:
+                self._await(sequence, length)
+            else:
+                goes_on.append(sequence)
+        self._set_decoding(goes_on + rest)
+
+    def settle(self, plan: StepPlan, row: int, kept: int) -> None:
+        """Note that decode row `row` of a plan that verifies keeps its first `kept` tokens."""
+        planned = plan.samples.item(row)
+        if self.drafts is not None and (planned > 1 or plan.context_lens.item(row) < 0):
+            self.drafts.settle(plan.sequences[row], planned, kept)
+            self._rows = None
+
+    def _start_forks(
+        self, decodes: list[Sequence], token_ids: np.ndarray, tokens: np.ndarray | None = None
+    ) -> list[SlotStart]:
         """Starts of the forks among the rows that decode; their newest token, which the device does not know,
-        goes to token_ids."""
+        goes to token_ids. tokens: the first token of each row; None: rows have one."""
         waiting = [sequence for sequence in self._unstarted if sequence.stage is Stage.DECODE]
         forks = [sequence for sequence in waiting if sequence in decodes]
         self._unstarted = [sequence for sequence in waiting if sequence not in decodes]
         for sequence in forks:
-            token_ids[decodes.index(sequence)] = sequence.output[-1]
+            row = decodes.index(sequence)
+            token_ids[row if tokens is None else tokens[row]] = sequence.output[-1]
         return [self._start(sequence) for sequence in forks]
 
     def _advance_decodes(self, sequences: list[Sequence], rows: _DecodeRows) -> None:
@@ -433,8 +492,10 @@ class Planner:
             self._set_decoding([s for s in self._decoding if s.stage is Stage.DECODE])
 
     def _await(self, sequence: Sequence, length: int) -> None:
-        """The sequence, with `length` tokens in the cache, is not planned before `resume`."""
-        if length >= self._last_lengths[sequence.slot]:
+        """The sequence, with `length` tokens in the cache, is not planned before its tokens are known."""
+        if sequence.group.search is not None:  # BeamPlanner has it
+            sequence.stage = Stage.AWAITED
+        elif length >= self._last_lengths[sequence.slot] and not sequence.unsettled:
             self._drain(sequence)
         else:
             sequence.stage = Stage.AWAITED
@@ -462,7 +523,7 @@ class Planner:
         for follower in sequence.group.followers:
             self.wait(follower)
         sequence.group.followers = []
-        if length >= self._last_lengths[sequence.slot] or self.limits.micro_batches > 1:
+        if length >= self._last_lengths[sequence.slot] or self._waits:
             self._await(sequence, int(length))
         else:
             sequence.stage = Stage.DECODE

@@ -270,7 +270,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""
         sampled = plan.sequences
-        if not plan.samples.all():
+        if plan.queries:
+            sampled = [one for one, count in zip(sampled, plan.samples.tolist()) for _ in range(count)]
+        elif not plan.samples.all():
             sampled = [sequence for sequence, count in zip(sampled, plan.samples) if count]
         tokens, all_log_probs, news = result.tokens.tolist(), result.log_probs.tolist(), []
         if plan.parts:
@@ -279,10 +281,13 @@ class Scheduler:
                 if found is not None:
                     part.commit(step, found)
             news = step.news
-            if step.taken:
+            if step.taken and not plan.queries:
                 others = np.delete(np.arange(len(sampled)), step.taken).tolist()
                 sampled = [sampled[i] for i in others]
                 tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
+        if plan.queries:
+            sampled = self._commit_rows(plan, result, set(step.taken) if plan.parts else set())
+            tokens = []
         for sequence, token, log_prob in zip(sampled, tokens, all_log_probs):
             sequence.in_flight -= 1
             if sequence.stage is Stage.ENDED:  # while this step was on the device
@@ -301,12 +306,58 @@ class Scheduler:
                 self._end(sequence, finish, None, [token], log_probs)
             else:
                 self._emit(sequence, [token], log_probs)
-        if self.limits.micro_batches > 1:
+        if self.limits.micro_batches > 1 or self.planner.drafts is not None:
             self.planner.resume(sampled)
         for sequence in news:
             if sequence.stage is not Stage.ENDED and sequence.has_news:
                 self._emit(sequence, [], [])
         return self.take_events()
+
+    def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
+        """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
+        rows."""
+        assert result.accepted is not None
+        tokens, log_probs = result.tokens.tolist(), result.log_probs.tolist()
+        accepted, committed, first = result.accepted.tolist(), [], 0
+        for row, (sequence, count) in enumerate(zip(plan.sequences, plan.samples.tolist())):
+            start, first = first, first + count
+            if count == 0 or start in taken:
+                continue
+            kept = accepted[row] if row < plan.num_decodes else 1
+            committed.append(sequence)
+            sequence.in_flight -= count
+            if row < plan.num_decodes:
+                self.planner.settle(plan, row, kept)
+            if sequence.stage is not Stage.ENDED:  # while this step was on the device
+                self._take_tokens(sequence, tokens[start : start + kept], log_probs[start : start + kept])
+        return committed
+
+    def _take_tokens(self, sequence: Sequence, tokens: list[int], log_probs: list[float]) -> None:
+        """Append the tokens that a row keeps, and end the sequence where one of them ends it."""
+        finish = None
+        for count, token in enumerate(tokens, 1):
+            if token < 0:
+                if count > 1:
+                    self._emit(sequence, tokens[: count - 1], self._wanted(sequence, log_probs[: count - 1]))
+                error = no_token_error(sequence) if token == NO_TOKEN else _not_a_number(sequence)
+                self._end(sequence, Finish.ERROR, error)
+                return
+            if sequence.params.max_tokens == 0:  # the request wants what its prompt gives
+                self._end(sequence, Finish.LENGTH)
+                return
+            finish = sequence.append(token)
+            self.counters.output_tokens += 1
+            if finish is not None:
+                break
+        tokens, log_probs = tokens[:count], self._wanted(sequence, log_probs[:count])
+        if finish is not None:
+            self._end(sequence, finish, None, tokens, log_probs)
+        else:
+            self._emit(sequence, tokens, log_probs)
+
+    @staticmethod
+    def _wanted(sequence: Sequence, log_probs: list[float]) -> list[float]:
+        return log_probs if sequence.params.return_log_probs else []
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
         """A step ran out of memory: its prompts end with the error, its decoding rows are computed again."""
@@ -314,6 +365,8 @@ class Scheduler:
             if sequence.stage is Stage.ENDED:
                 continue
             sequence.in_flight -= int(plan.samples[row])
+            if plan.queries and row < plan.num_decodes:
+                self.planner.settle(plan, row, int(plan.samples[row]))
             if row >= plan.num_decodes:
                 if sequence.group.search is None:
                     self._end(sequence, Finish.ERROR, error)
@@ -328,7 +381,7 @@ class Scheduler:
         for sequence, mine, likely in zip(beams, *found):
             sequence.in_flight -= 1
             search, most = sequence.group.search, 2 * sequence.params.beam_width
-            if sequence.stage is not Stage.DRAINING or search is None:  # ended or preempted since
+            if sequence.stage is not Stage.AWAITED or search is None:  # ended or preempted since
                 continue
             if sequence.params.max_tokens == 0:  # the request wants the context embedding alone
                 self._end_beams(sequence.group, Finish.LENGTH)

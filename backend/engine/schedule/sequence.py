@@ -36,7 +36,7 @@ class Stage(enum.Enum):
     DECODE = 2
     DRAINING = 3  # its last token is in flight
     ENDED = 4
-    AWAITED = 5  # as DECODE, but its newest token is in flight and must be known first: of micro-batches
+    AWAITED = 5  # as DECODE, but its tokens in flight must be known before the next is planned
 
 
 class Search(Protocol):
@@ -110,7 +110,8 @@ class Sequence:
 
     index: of the sequence within its request, for its events. fork: 0, or its number among the group's forks.
     prefill: tokens to compute before decoding: the prompt and, after a preemption, the output so far.
-    in_flight: tokens that planned steps will yield and that are not committed yet.
+    in_flight: tokens that planned steps will yield and that are not committed yet. unsettled: of their rows,
+    those that may keep fewer tokens than they have, or follow such a row.
     embedding: (C,) float32, the context embedding as far as it is summed, if the request wants one.
     """
 
@@ -125,6 +126,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     prefill: int = 0
     in_flight: int = 0
+    unsettled: int = 0
     embedding: np.ndarray | None = None
     embedding_done: bool = False
     top: TopLogProbs | None = None  # of the token that is committed now

@@ -11,6 +11,9 @@ import numpy as np
 
 from tridecode.backend.wire.sampling_params import SamplingParams
 
+#: tokens of a decode row, at most: kernels.operands.MOST_QUERIES
+MOST_QUERIES = 16
+
 
 @dataclass
 class SlotStart:
@@ -72,15 +75,21 @@ P = TypeVar("P", bound=StepPart)
 class StepPlan:
     """The work of one step. Arrays are int32; T tokens, B rows, M block-table columns.
 
-    Row b has the tokens from query_starts[b] to query_starts[b + 1]. The first num_decodes rows decode: one
-    token per row, or several where draft tokens are verified, rows of one token first. The other rows are
-    prefill: prompts or chunks of them. A row that is sampled without the state of a slot has slot -1 (beams).
-    A token id of -1 stands for the newest sampled token of the row's slot, which only the device knows so
-        far; only decode rows of one token have it. samples[b]: how many of row b's last tokens are sampled
-    from: 0 for an inner chunk of a prompt, else 1, or more where draft tokens are verified. Their sum is at
-    most the engine's max_sequences. positions: position of each token; max_sequence_tokens is added to those
-        of a sequence that longrope rotates with its long factors throughout (backend.models.rope.rope_table).
-        parts: this step's optional features, in the order in which they run.
+    Row b has the tokens from query_starts[b] to query_starts[b + 1]. The first num_decodes rows decode. The
+    other rows are prefill: prompts or chunks of them. A row that is sampled without the state of a slot has
+    slot -1 (beams). samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a
+    prompt, else 1; all tokens of a decode row. Their sum is at most the engine's max_sequences.
+
+    queries 0: each decode row has one token. Else the step verifies drafts: a decode row has the sequence's
+    newest token and the drafts behind it, `queries` tokens at most, and keeps those that are sampled.
+
+    Only the device knows yet: a token id of -1, which is the newest sampled token of the row's slot, or the
+    slot's next draft; and, in a step that verifies, the place of a decode row whose context_lens is -1: it
+    follows the tokens that earlier steps have kept, and its positions hold only what is added to them.
+
+    positions: position of each token; max_sequence_tokens is added to those of a sequence that longrope
+    rotates with its long factors throughout (backend.models.rope.rope_table). parts: this step's optional
+    features, in the order in which they run.
     """
 
     step: int
@@ -93,6 +102,7 @@ class StepPlan:
     slots: np.ndarray  # (B,)
     samples: np.ndarray  # (B,)
     num_decodes: int
+    queries: int = 0
     starts: list[SlotStart] = field(default_factory=list)
     parts: list[StepPart] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
@@ -122,7 +132,8 @@ BROKEN_LOGITS, NO_TOKEN = -1, -2
 @dataclass
 class StepResult:
     """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order. A token may be
-    BROKEN_LOGITS or NO_TOKEN.
+    BROKEN_LOGITS or NO_TOKEN. accepted: (num_decodes,) int32 in a step that verifies: the samples of each
+    decode row that it keeps, its first ones; the others are undefined.
 
     parts: the result of each of the plan's parts, None for a part without a result.
     """
@@ -130,6 +141,7 @@ class StepResult:
     tokens: np.ndarray
     log_probs: np.ndarray
     parts: list[Any] = field(default_factory=list)
+    accepted: np.ndarray | None = None
 
 
 #: files the result of the parts of one class; a scheduler passes one for each class whose results it needs

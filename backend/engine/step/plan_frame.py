@@ -14,7 +14,7 @@ import numpy as np
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.encoding import ints, read_ints
 from tridecode.backend.engine.parts.table import PARTS
-from tridecode.backend.engine.step.plan import SlotStart, StepPlan
+from tridecode.backend.engine.step.plan import MOST_QUERIES, SlotStart, StepPlan
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: 64 starting sequences of 128k tokens need 33 MB, prompt tables 128 MB; a larger size means a damaged frame
@@ -38,6 +38,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num_rows: int
     num_columns: int  # columns of block_tables
     num_decodes: int
+    queries: Annotated[int, msgspec.Meta(ge=0, le=MOST_QUERIES)]
     token_ids: bytes
     positions: bytes
     kv_slots: bytes
@@ -63,6 +64,7 @@ def encode(plan: StepPlan) -> bytes:
             num_rows=plan.num_rows,
             num_columns=plan.block_tables.shape[1],
             num_decodes=plan.num_decodes,
+            queries=plan.queries,
             token_ids=ints(plan.token_ids),
             positions=ints(plan.positions),
             kv_slots=ints(plan.kv_slots),
@@ -103,6 +105,7 @@ def decode(frame: bytes) -> StepPlan:
         slots=_array(found, "slots", rows),
         samples=_array(found, "samples", rows),
         num_decodes=found.num_decodes,
+        queries=found.queries,
         starts=[_start(found, start) for start in found.starts],
     )
     _check_rows(plan)
@@ -144,3 +147,22 @@ def _check_rows(plan: StepPlan) -> None:
         )
     if (plan.samples < 0).any() or (plan.samples > queries).any():
         raise TridecodeError(f"plan {plan.step} from rank 0: samples are not within the tokens of their rows")
+    decodes, most = plan.num_decodes, max(plan.queries, 1)
+    if plan.query_starts[decodes] > decodes * most or (plan.queries and not _verifies(plan, queries)):
+        raise TridecodeError(
+            f"plan {plan.step} from rank 0: its {decodes} decode rows have {plan.query_starts[decodes]} "
+            f"tokens; wanted at most {most} in each, all sampled, and a slot of its own for each row"
+        )
+
+
+def _verifies(plan: StepPlan, counts: np.ndarray) -> bool:
+    """Return whether the decode rows of a plan that verifies fit together. counts: tokens of each row."""
+    decodes = plan.num_decodes
+    slots = plan.slots[:decodes][plan.slots[:decodes] >= 0]
+    return (
+        bool((counts[:decodes] <= plan.queries).all())
+        and np.array_equal(plan.samples[:decodes], counts[:decodes])
+        and len(np.unique(slots)) == len(slots)
+        and bool((plan.context_lens[:decodes] >= -1).all())
+        and bool((plan.context_lens[decodes:] >= 0).all())
+    )

@@ -73,15 +73,10 @@ class StepBuffers:
         return self._host[0].nbytes
 
     def load(self, plan: StepPlan) -> Batch:
-        """Load the plan without padding, for a step that is launched operation by operation.
-
-        A decode row of several tokens runs as a chunk of a prompt: decode attention has one query per row.
-        """
+        """Load the plan without padding, for a step that is launched operation by operation."""
         layout = _Layout(plan.num_tokens, plan.num_rows, plan.num_samples, plan.block_tables.shape[1])
         packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
         decodes = plan.num_decodes
-        if plan.query_starts[decodes] != decodes:
-            decodes = int(np.argmax(np.diff(plan.query_starts) > 1))
         queries = np.diff(plan.query_starts[decodes:])
         return self._batch(
             layout,
@@ -89,8 +84,10 @@ class StepBuffers:
             plan.num_rows,
             num_decodes=decodes,
             max_query=int(queries.max(initial=0)),
-            max_context=int(plan.context_lens.max()),
+            max_context=max(int(plan.context_lens.max()), 1),
             fresh=bool((plan.context_lens[decodes:] == queries).all()),
+            queries=plan.queries,
+            decode_tokens=int(plan.query_starts[decodes]),
         )
 
     def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
@@ -102,6 +99,24 @@ class StepBuffers:
         packed = self._fill(layout, plan, rows, rows)
         return self._batch(
             layout, packed, rows, num_decodes=rows, max_query=0, max_context=max_context, fresh=False
+        )
+
+    def load_rows(self, plan: StepPlan, rows: int, queries: int, max_context: int) -> Batch:
+        """Load a plan of decode rows of up to `queries` tokens that verifies, padded to rows * queries tokens
+        of `rows` rows. All plans of a size share the addresses."""
+        tokens = rows * queries
+        layout = _Layout(tokens, rows, tokens, self.max_columns)
+        packed = self._fill(layout, plan, tokens, rows)
+        return self._batch(
+            layout,
+            packed,
+            rows,
+            num_decodes=rows,
+            max_query=0,
+            max_context=max_context,
+            fresh=False,
+            queries=queries,
+            decode_tokens=tokens,
         )
 
     def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int) -> Batch:
@@ -162,6 +177,8 @@ class StepBuffers:
         max_query: int,
         max_context: int,
         fresh: bool,
+        queries: int = 0,
+        decode_tokens: int = -1,
     ) -> Batch:
         views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
         views["block_tables"] = views["block_tables"].view(rows, -1)
@@ -171,6 +188,9 @@ class StepBuffers:
             max_query=max_query,
             max_context=max_context,
             fresh_prompts=fresh,
+            decode_queries=max(queries, 1),
+            decode_tokens=decode_tokens,
+            verifies=queries > 0,
         )
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.backend.engine.test_step_buffers import plan_of
 from tests.backend.engine.toy_device import Run, limits
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.adapters import AdapterRows
@@ -304,3 +305,33 @@ def test_no_module_of_ours_reads_pickles_or_runs_texts():
                         k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
                     )
                     assert safe, f"{where}: torch.load without weights_only=True"
+
+
+def verifying() -> StepPlan:
+    """A plan of two decode rows of 3 tokens and 1, and of a prompt."""
+    plan = plan_of([(3, 5, [-1, 8, 9], 3), (1, 9, [4], 1), (0, 0, [1, 2], 1)], num_decodes=2, queries=3)
+    plan.context_lens[0] = -1
+    return plan
+
+
+def test_a_plan_that_verifies_arrives():
+    assert_equal(plan_frame.decode(plan_frame.encode(verifying())), verifying())
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"queries": 17}, "<= 16"),
+        ({"queries": -1}, ">= 0"),
+        ({"queries": 2}, "at most 2 in each"),
+        ({"queries": 0}, "2 decode rows have 4 tokens; wanted at most 1"),
+        ({"samples": np.array([2, 1, 1], "<i4").tobytes()}, "all sampled"),
+        ({"slots": np.array([3, 3, 0], "<i4").tobytes()}, "a slot of its own"),
+        ({"context_lens": np.array([-2, 10, 2], "<i4").tobytes()}, "decode rows"),
+        ({"context_lens": np.array([-1, 10, -1], "<i4").tobytes()}, "decode rows"),
+    ],
+)
+def test_decode_rows_that_cannot_be_verified_are_refused(changes, text):
+    with pytest.raises(TridecodeError, match="from rank 0") as caught:
+        plan_frame.decode(changed(verifying(), **changes))
+    assert text in str(caught.value)

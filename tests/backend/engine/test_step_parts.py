@@ -20,7 +20,7 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 CORE = {
     *("step", "token_ids", "positions", "kv_slots", "block_tables", "context_lens", "query_starts"),
-    *("slots", "samples", "num_decodes", "starts", "sequences"),
+    *("slots", "samples", "num_decodes", "queries", "starts", "sequences"),
 }
 #: words of the features that are parts
 FEATURES = ("adapter", "prompt_table", "beam", "candidate", "top_", "logit_", "embed", "fork", "copies")
@@ -28,7 +28,12 @@ FEATURES = ("adapter", "prompt_table", "beam", "candidate", "top_", "logit_", "e
 
 def test_the_plan_and_its_results_have_the_core_and_parts() -> None:
     assert {field.name for field in dataclasses.fields(StepPlan)} == CORE | {"parts"}
-    assert {field.name for field in dataclasses.fields(StepResult)} == {"tokens", "log_probs", "parts"}
+    assert {field.name for field in dataclasses.fields(StepResult)} == {
+        "tokens",
+        "log_probs",
+        "accepted",
+        "parts",
+    }
     sizes = {"num_tokens", "num_rows", "num_columns"}
     assert set(plan_frame._Frame.__struct_fields__) == (CORE - {"sequences"}) | sizes | {"parts"}
 

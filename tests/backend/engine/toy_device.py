@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from typing import Callable
 
 import numpy as np
 
@@ -71,6 +72,10 @@ class ToyDevice:
         self.shifts = np.full((limits.num_blocks, limits.block_tokens), -1)
         self.last: dict[int, int] = {}
         self.state: dict[int, tuple[int, int, int]] = {}  # seed, generated, prompt
+        self.lengths: dict[int, int] = {}  # kept by steps that verify
+        #: by slot, what a drafter on the device proposes behind its last token; `propose` makes it
+        self.drafts: dict[int, list[int]] = {}
+        self.propose: Callable[[list[int], int, int], list[int]] | None = None
         #: for beams: parameters, all tokens and how many of them are output
         self.known: dict[int, tuple[SamplingParams, list[int], int]] = {}
 
@@ -80,7 +85,9 @@ class ToyDevice:
         beam_slots = [] if beams is None else beams.slots.tolist()
         sampled = plan.slots[plan.slots >= 0].tolist() + beam_slots
         assert len(set(sampled)) == len(sampled), "a slot twice in a plan"
-        written = plan.kv_slots.tolist()
+        assert plan.num_samples <= self.limits.max_sequences
+        assert plan.query_starts[0] == 0 and plan.query_starts[-1] == plan.num_tokens
+        written = plan.kv_slots[plan.kv_slots >= 0].tolist()
         assert len(set(written)) == len(written), "two tokens are written to one place"
         self._copy(plan)
         for start in plan.starts:
@@ -90,11 +97,20 @@ class ToyDevice:
             self.known[start.slot] = start.params, start.history.tolist(), start.generated
         tokens: list[int] = []
         contexts: list[list[int]] = []
+        accepted: list[int] = []
         for row in range(plan.num_rows):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]
             slot = int(plan.slots[row])
             if row < plan.num_decodes and self.limits.micro_batches > 1:
-                assert plan.token_ids[first] >= 0, "a first stage does not know the sampled tokens"
+                assert (plan.token_ids[first:last] >= 0).all(), "a first stage does not know sampled tokens"
+            if plan.queries and row < plan.num_decodes and slot >= 0:
+                found = self._verify(plan, row, slot)
+                accepted.append(found.index(-9) if -9 in found else len(found))
+                tokens += found
+                contexts += [[]] * len(found)
+                continue
+            if row < plan.num_decodes:
+                accepted.append(0)
             ids = [self.last[slot] if token < 0 else int(token) for token in plan.token_ids[first:last]]
             if row < plan.num_decodes:
                 assert last - first == 1
@@ -117,12 +133,54 @@ class ToyDevice:
                 self.last[slot] = next_token(context, seed, generated)
                 self.state[slot] = seed, generated + 1, prompt
                 tokens.append(self.last[slot])
+                self._propose([*context, self.last[slot]], slot)
         result = StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        if plan.queries:
+            result.accepted = np.array(accepted, np.int32)
         if beams is not None:
             assert [i for i, token in enumerate(tokens) if token == -7] == beams.rows.tolist()
             found = self.candidates(beams, contexts)
             result.parts = [found if part is beams else None for part in plan.parts]
         return result
+
+    def _propose(self, known: list[int], slot: int) -> None:
+        if self.propose is not None:
+            seed, generated, _ = self.state[slot]
+            self.drafts[slot] = self.propose(known, seed, generated)
+
+    def _verify(self, plan: StepPlan, row: int, slot: int) -> list[int]:
+        """The samples of a decode row that the step keeps, -9 in place of the others."""
+        first, last = plan.query_starts[row], plan.query_starts[row + 1]
+        given = plan.token_ids[first:last].tolist()
+        assert 1 <= len(given) <= plan.queries and plan.samples[row] == len(given)
+        newest = self.last[slot] if given[0] < 0 else given[0]
+        ids = [newest] + [self.drafts[slot][i] if id < 0 else id for i, id in enumerate(given[1:])]
+        is_known = plan.context_lens[row] >= 0
+        length = int(plan.context_lens[row]) - len(ids) if is_known else self.lengths[slot]
+        places = np.arange(length, length + len(ids))
+        size, table = self.limits.block_tokens, plan.block_tables[row]
+        kv_slots = table[places // size] * size + places % size
+        shifts = plan.positions[first:last] - (places if is_known else 0)
+        if is_known:
+            assert plan.kv_slots[first:last].tolist() == kv_slots.tolist()
+        else:
+            assert (plan.kv_slots[first:last] < 0).all()
+        assert (shifts == shifts[0]).all()
+        self.cache.reshape(-1)[kv_slots] = ids
+        self.shifts.reshape(-1)[kv_slots] = shifts
+        seed, generated, prompt = self.state[slot]
+        found: list[int] = []
+        for i in range(len(ids)):
+            context = self.cache[table].reshape(-1)[: length + i + 1].tolist()
+            held = self.shifts[table].reshape(-1)[: length + i + 1]
+            assert (held == self.wanted_shift(prompt, length + i + 1)).all()
+            found.append(next_token(context, seed, generated + i))
+            if i + 1 < len(ids) and found[-1] != ids[i + 1]:
+                break
+        self.last[slot], self.lengths[slot] = found[-1], length + len(found)
+        self.state[slot] = seed, generated + len(found), prompt
+        self._propose([*context, found[-1]], slot)
+        return found + [-9] * (len(ids) - len(found))
 
     def candidates(self, beams: BeamRows, contexts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The most likely tokens of each beam, whose slot knows the tokens of its context. Nothing here has
@@ -256,7 +314,8 @@ class Run:
         for row, sequence in enumerate(plan.sequences):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]
             beams = sequence.group.sequences
-            for block in {slot // size for slot in plan.kv_slots[first:last].tolist()}:
+            written = plan.kv_slots[first:last]
+            for block in {slot // size for slot in written[written >= 0].tolist()}:
                 holders = 1
                 if row >= plan.num_decodes and sequence is beams[0]:  # the others wait until it is written
                     holders = sum(block in beam.blocks for beam in beams)

@@ -1,0 +1,146 @@
+"""Decode rows of several tokens: which drafts a step verifies, and where its rows are. No torch.
+
+While a step that verifies is in flight, only the device knows how many of its tokens each row keeps. The
+scheduler then counts with the most that it may keep: CacheManager.lengths is that bound, blocks are assigned
+up to it, and `settle` lowers it once the step is committed. The row of the next plan has no place of its own;
+the device places it behind what the row before has kept (Ops.place_rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.step.plan import MOST_QUERIES
+
+
+class Drafter(Protocol):
+    """Proposes tokens on rank 0 when a row is planned.
+
+    needs_token: drafts depend on the ids of all tokens, so that a sequence is not planned while a token of it
+    is in flight.
+    """
+
+    needs_token: bool
+
+    def drafts(self, sequence: Sequence, most: int) -> np.ndarray:
+        """Return (n,) int32, n <= most: ids that may follow the sequence's newest token; -1 in place of ids
+        that the device has in SamplingState.drafts, and of all while a token of the sequence is in flight."""
+        ...
+
+
+@dataclass
+class DraftRows:
+    """The decode rows of a step. Of each row: its first token in token_ids, positions and kv_slots, T int32
+    each, which starts (B + 1,) int32 cuts; context_lens (B,) int32, as in StepPlan. queries: StepPlan's."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    starts: np.ndarray
+    context_lens: np.ndarray
+    queries: int
+
+
+def may_draft(sequence: Sequence) -> bool:
+    """Return whether rows of a sequence may have drafts. Beams choose their tokens on the host, a session's
+    ring overwrites what earlier tokens of a row still see, extra outputs are of one token a step, and blocks
+    of a request with a prompt table are cleared when it ends."""
+    group = sequence.group
+    return (
+        group.search is None
+        and group.row is None
+        and group.learned is None
+        and sequence.extra_outputs is None
+        and sequence.params.top_log_probs < 0
+    )
+
+
+class DraftPlanner:
+    """Builds the decode rows of an engine with a drafter. last_lengths, shifts: (S,) int32 by slot, as in
+    Planner."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        limits: SchedulerLimits,
+        cache: CacheManager,
+        last_lengths: np.ndarray,
+        shifts: np.ndarray,
+    ):
+        self._drafter, self._limits, self._cache = drafter, limits, cache
+        self._last_lengths, self._shifts = last_lengths, shifts
+
+    @property
+    def needs_token(self) -> bool:
+        return self._drafter.needs_token
+
+    def rows(self, sequences: list[Sequence], budget: int, drafts: bool) -> DraftRows:
+        """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
+        cache and the tokens in flight. budget: tokens that rows may have beyond one each. drafts: whether any
+        row may have some."""
+        cache, ids, counts, lens = self._cache, [], [], []
+        places: list[np.ndarray] = []
+        for sequence in sequences:
+            slot = sequence.slot
+            length, is_known = cache.lengths.item(slot), sequence.unsettled == 0
+            most = 0
+            if drafts and may_draft(sequence):
+                most = min(MOST_QUERIES - 1, budget, self._last_lengths.item(slot) - length - 1)
+            row = self._ids(sequence, min(most, self._room(sequence, length, most)) if most > 0 else 0)
+            count = len(row)
+            budget -= count - 1
+            place = np.arange(length, length + count, dtype=np.int32)
+            ids.append(row)
+            counts.append(count)
+            places.append(place if is_known else np.full(count, -1, np.int32))
+            lens.append(min(length + count, cache.rings.item(slot)) if is_known else -1)
+            cache.lengths[slot] = length + count
+            sequence.in_flight += count
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        owner = np.repeat(np.arange(len(sequences)), counts)
+        slots = np.array([sequence.slot for sequence in sequences], np.int32)[owner]
+        place = np.concatenate(places)
+        shifts = self._shifts[slots]
+        kv_slots = np.where(place < 0, -1, cache.addresses(slots, np.maximum(place, 0) % cache.rings[slots]))
+        context_lens = np.array(lens, np.int32)
+        verifies = len(place) > len(sequences) or bool((context_lens < 0).any())
+        for sequence, count, length in zip(sequences, counts, lens):
+            if count > 1 or length < 0:
+                sequence.unsettled += 1
+        return DraftRows(
+            np.concatenate(ids),
+            np.where(place < 0, shifts, place + shifts).astype(np.int32),
+            kv_slots.astype(np.int32),
+            starts,
+            context_lens,
+            max(counts) if verifies else 0,
+        )
+
+    def _ids(self, sequence: Sequence, most: int) -> np.ndarray:
+        """Return the row's token ids: the newest token, -1 while it is in flight, and up to `most` drafts."""
+        newest = -1 if sequence.in_flight or self._limits.micro_batches == 1 else sequence.output[-1]
+        if most <= 0:
+            return np.array([newest], np.int32)
+        drafts = self._drafter.drafts(sequence, most)
+        assert len(drafts) <= most, (len(drafts), most)
+        return np.concatenate([[newest], drafts]).astype(np.int32)
+
+    def _room(self, sequence: Sequence, length: int, most: int) -> int:
+        """Return the number of drafts, up to `most`, for which there are blocks behind the next token's."""
+        assert self._cache.rings.item(sequence.slot) == NO_RING
+        return self._cache.extend(sequence, length + 1 + most) - length - 1
+
+    def settle(self, sequence: Sequence, planned: int, kept: int) -> None:
+        """Note that an unsettled row of `planned` tokens keeps the first `kept`."""
+        sequence.unsettled -= 1
+        if sequence.slot < 0:  # preempted since, or released
+            return
+        self._cache.lengths[sequence.slot] -= planned - kept
+        if sequence.unsettled == 0:
+            self._cache.trim(sequence)

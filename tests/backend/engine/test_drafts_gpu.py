@@ -1,0 +1,75 @@
+"""Forced drafts on a GPU, in CUDA graphs, one step ahead of the counts: the tokens of transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.backend.engine.draft_source import ForcedDrafts
+from tests.backend.engine.offline_models import hf_greedy, prompts_of
+from tests.backend.engine.test_draft_steps import SAMPLED, generate
+from tests.backend.engine.test_engine_gpu import MODELS, gpu_engine
+from tridecode.backend.engine.device.preparation import capture_query_graphs
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.wire.messages import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 7, 30, 33, 9, 17]
+NEW = 24
+SIZES = dict(max_sequences=64, max_step_tokens=128, max_sequence_tokens=128)
+#: of the standard deviation of the logits: closer ones may change places by rounding
+TIE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
+
+
+def drafting(offline: OfflineEngine, answers, graphs: bool) -> ForcedDrafts:
+    source = ForcedDrafts(answers, offline.model_config.vocab_size, needs_token=False)
+    offline.scheduler.planner.use_drafter(source)
+    offline.engine.drafter = source
+    if graphs:
+        capture_query_graphs(offline.engine, 16)
+    return source
+
+
+def assert_same_but_ties(found: list[int], wanted: list[int], logits: np.ndarray, tie: float) -> None:
+    """The tokens agree up to the first place where the model's logits are as good as equal."""
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one != other:
+            gap = abs(logits[i, one] - logits[i, other])
+            assert gap < tie * logits[i].std(), (i, one, other, gap)
+            return
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama", "llama, head 128"])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [("fp32", "auto"), ("fp16", "auto"), ("bf16", "auto"), ("bf16", "int8"), ("fp16", "fp8")],
+)
+def test_forced_rows_in_graphs_give_transformers_tokens(name: str, dtype: str, cache: str) -> None:
+    model = MODELS[name]()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, NEW) for prompt in prompts]
+    offline = gpu_engine(model, keep_logits=False, data_type=dtype, kv_cache_dtype=cache, **SIZES)
+    answers = {tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, wanted)}
+    source = drafting(offline, answers, graphs=True)
+    done = generate(offline, prompts, SamplingParams(max_tokens=NEW), depth=2)
+    tie = TIE[dtype] + (0.15 if cache != "auto" else 0)
+    for one, (tokens, logits) in zip(done, wanted):
+        assert_same_but_ties(one.tokens, tokens, logits, tie)
+    assert sum(source.counts) > 20 and source.ahead > 5
+    graphs = offline.engine.query_graphs
+    assert graphs is not None and graphs.replayed > 3
+
+
+def test_sampled_rows_in_graphs_and_out_of_them_are_those_of_one_token_a_step() -> None:
+    model = MODELS["llama"]()
+    prompts = prompts_of(LENGTHS[:5], model.config.vocab_size)
+    plain = generate(gpu_engine(model, keep_logits=False, data_type="fp32", **SIZES), prompts, SAMPLED)
+    answers = {tuple(prompt): one.tokens for prompt, one in zip(prompts, plain)}
+    for graphs in (True, False):
+        offline = gpu_engine(model, keep_logits=False, data_type="fp32", **SIZES)
+        drafting(offline, answers, graphs)
+        done = generate(offline, prompts, SAMPLED, depth=2)
+        assert [one.tokens for one in done] == [one.tokens for one in plain]
+        for one, other in zip(done, plain, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
