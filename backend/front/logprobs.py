@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tridecode.backend.front.fields.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from tridecode.backend.front.fields.completions import CompletionLogprobs
-from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.text.token_texts import TextOffsets, TokenTexts
 from tridecode.backend.wire.messages import TopLogProbs
 
 #: JSON has no infinity; as vLLM's OpenAI server
@@ -15,15 +15,16 @@ LOWEST = -9999.0
 Steps = Sequence[tuple[int, TopLogProbs]]
 
 
-def completion_logprobs(steps: Steps, count: int, texts: TokenTexts, offset: int) -> CompletionLogprobs:
-    """count: of the most likely tokens that are wanted. offset: characters of the text before the steps."""
+def completion_logprobs(
+    steps: Steps, count: int, texts: TokenTexts, offsets: TextOffsets
+) -> CompletionLogprobs:
+    """count: of the most likely tokens that are wanted. offsets: of the text, behind the earlier steps."""
     found = CompletionLogprobs([], [], [] if count else None, [])
     for token, top in steps:
-        text = texts[token]
+        text = completion_label(texts, token)
         found.tokens.append(text)
         found.token_logprobs.append(max(top.log_prob, LOWEST))
-        found.text_offset.append(offset)
-        offset += len(text)
+        found.text_offset.append(offsets.next(token))
         if found.top_logprobs is not None:
             alternatives = by_text(_best(top, count), texts)
             alternatives.setdefault(text, max(top.log_prob, LOWEST))
@@ -31,12 +32,17 @@ def completion_logprobs(steps: Steps, count: int, texts: TokenTexts, offset: int
     return found
 
 
+def completion_label(texts: TokenTexts, token: int) -> str:
+    """Return a token's text; its bytes where it is part of a character, as OpenAI's bytes:\\xe6\\xb8."""
+    label = texts.label(token)
+    return label if label == texts[token] else f"bytes:{label}"
+
+
 def by_text(best: Iterable[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
-    """Return text -> log probability, best first. Of tokens with one text, as parts of characters have, the
-    most likely one counts."""
+    """Return text -> log probability, best first. Of tokens with one text the most likely one counts."""
     found: dict[str, float] = {}
     for token, log_prob in best:
-        found.setdefault(texts[token], log_prob)
+        found.setdefault(completion_label(texts, token), log_prob)
     return found
 
 
@@ -44,11 +50,11 @@ def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
     return ChatLogprobs(
         [
             TokenLogprob(
-                texts[token],
+                texts.label(token),
                 max(top.log_prob, LOWEST),
-                _bytes(texts[token]),
+                list(texts.bytes_of(token)),
                 [
-                    TopLogprob(texts[other], log_prob, _bytes(texts[other]))
+                    TopLogprob(texts.label(other), log_prob, list(texts.bytes_of(other)))
                     for other, log_prob in _best(top, count)
                 ],
             )
@@ -60,7 +66,3 @@ def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
 def _best(top: TopLogProbs, count: int) -> Iterator[tuple[int, float]]:
     for token, log_prob in zip(top.ids[:count], top.log_probs):
         yield token, max(log_prob, LOWEST)
-
-
-def _bytes(text: str) -> list[int]:
-    return list(text.encode("utf-8"))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tridecode.backend.front.fields.completions import CompletionLogprobs
-from tridecode.backend.front.logprobs import LOWEST, by_text
-from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.front.logprobs import LOWEST, by_text, completion_label
+from tridecode.backend.text.token_texts import TextOffsets, TokenTexts
 
 
 class PromptScores:
@@ -42,16 +42,19 @@ class PromptScores:
         best = best[np.argsort(-values[best], kind="stable")]
         return [(int(token), max(float(values[token]), LOWEST)) for token in best]
 
-    def logprobs(self, texts: TokenTexts) -> CompletionLogprobs:
-        """Return the prompt's part of an answer."""
+    def logprobs(self, texts: TokenTexts, length: int) -> CompletionLogprobs:
+        """Return the prompt's part of an answer. texts: as the answer shows them. length: of the prompt's
+        text, in characters, which lacks the space that some tokenizers put before the first word."""
         found = CompletionLogprobs([], [], [] if self._count else None, [])
-        offset = 0
+        whole = TextOffsets(texts)
+        for token in self._ids:
+            whole.next(token)
+        offsets = TextOffsets(texts, length - whole.end)
         for token, log_prob, best in zip(self._ids, self._log_probs, self._best):
-            text = texts[token]
+            text = completion_label(texts, token)
             found.tokens.append(text)
             found.token_logprobs.append(log_prob)
-            found.text_offset.append(offset)
-            offset += len(text)
+            found.text_offset.append(max(0, offsets.next(token)))
             if found.top_logprobs is not None:
                 alternatives = by_text(best, texts)
                 if log_prob is not None:

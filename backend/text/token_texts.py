@@ -82,6 +82,11 @@ class TextOffsets:
         self._texts, self._offset = texts, start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def end(self) -> int:
+        """Characters of the text up to the last token."""
+        return self._offset
+
     def next(self, token: int) -> int:
         """Return where the next token, which is this one, begins."""
         begins = self._offset

@@ -31,6 +31,7 @@ from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.service.limits import text_limits
 from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest, check_texts
 from tridecode.backend.text.completion import Piece
+from tridecode.backend.text.token_texts import TextOffsets
 
 NAMES = CompletionRequest.__struct_fields__
 _FIELDS = FieldNames("prompt", "max_tokens", "stop")
@@ -165,13 +166,15 @@ class CompletionWriter:
         self, model: ServedModel, call: Call, wanted: CompletionRequest, asked: TextRequest, name: str
     ):
         self._model, self._call, self._wanted, self._name = model, call, wanted, name
+        self._texts = model.token_texts(wanted.skip_special_tokens)
         self._sequences = wanted.best_of or wanted.n or 1
         self._tally = Tally(len(asked.prompts), self._sequences)
         options = wanted.stream_options
         self._usage = bool(options and options.include_usage)
         self._each_usage = bool(options and options.continuous_usage_stats)
         self._echoes = self._prompt_texts(asked.prompts) if wanted.echo else []
-        self._offsets = [len(text) for text in self._echoes] or [0] * len(self._tally.rows)
+        lengths = [len(text) for text in self._echoes] or [0] * len(self._tally.rows)
+        self._offsets = [TextOffsets(self._texts, length) for length in lengths]
         self._unsent = set(range(len(self._echoes)))  # rows whose prompt a stream has not sent yet
         self.heavy = scores_prompt(wanted)
         self._scores = [
@@ -213,7 +216,6 @@ class CompletionWriter:
         logprobs = None
         if self._wanted.logprobs is not None:
             logprobs = self._logprobs(piece.tops, self._offsets[index])
-        self._offsets[index] += len(piece.text)
         choice = CompletionChoice(index, text, logprobs, piece.finish_reason or None)
         return event(self._body([choice], self._tally.usage if self._each_usage else self._no_usage()))
 
@@ -256,10 +258,9 @@ class CompletionWriter:
 
     def _with_prompt(self, index: int, row: Row) -> CompletionLogprobs:
         """Return the log probabilities of the prompt's tokens, then those of the new ones."""
-        texts = self._model.token_texts(False)
-        found = self._scores[index // self._sequences].logprobs(texts)
-        offset = sum(map(len, found.tokens))
-        new = completion_logprobs(row.tops, self._wanted.logprobs or 0, texts, offset)
+        scores, length = self._scores[index // self._sequences], len(self._echoes[index])
+        found = scores.logprobs(self._model.token_texts(), length)
+        new = self._logprobs(row.tops, self._offsets[index])
         top = None if found.top_logprobs is None else found.top_logprobs + (new.top_logprobs or [])
         return CompletionLogprobs(
             found.tokens + new.tokens,
@@ -268,9 +269,8 @@ class CompletionWriter:
             found.text_offset + new.text_offset,
         )
 
-    def _logprobs(self, steps: Any, offset: int) -> Any:
-        texts = self._model.token_texts(self._wanted.skip_special_tokens)
-        return completion_logprobs(steps, self._wanted.logprobs or 0, texts, offset)
+    def _logprobs(self, steps: Any, offsets: TextOffsets) -> CompletionLogprobs:
+        return completion_logprobs(steps, self._wanted.logprobs or 0, self._texts, offsets)
 
     def _body(self, choices: list[CompletionChoice], usage: Any) -> Completion:
         fingerprint = self._model.settings.fingerprint
