@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,3 +149,29 @@ def test_histograms_are_those_of_prometheus() -> None:
     wanted = {f'h_bucket{{le="{bound:g}"}}': bisect.bisect_right(ordered, bound) for bound in bounds}
     wanted |= {'h_bucket{le="+Inf"}': 7, "h_sum": pytest.approx(sum(values)), "h_count": 7}
     assert histogram.metrics() == wanted
+
+
+#: what may name shadow runs besides their two files: the tables of parts, settings, metrics and GPU tests
+TABLES = {
+    "backend/configuration/engine_config.py",
+    "backend/doors/monitoring/metric_table.py",
+    "backend/engine/device/parts/table.py",
+    "backend/engine/parts/table.py",
+    "model_repo_templates/fastertransformer.pbtxt.jinja",
+    "tools/bench/gpu_report.py",
+}
+OWN = {"backend/engine/device/parts/shadow.py", "backend/engine/parts/shadow.py"}
+
+
+def test_only_tables_name_shadow_runs_outside_their_own_two_files() -> None:
+    root = Path(__file__).parents[3]
+    files = [
+        path
+        for folder in ("backend", "converters", "kernels", "model_repo_templates", "tools")
+        for path in (root / folder).rglob("*.*")
+        if path.suffix in (".py", ".jinja")
+    ]
+    naming = re.compile(r"shadow[_ ]?(run|share|weight|slice|time|queue|seed|gpu)|parts\.shadow", re.I)
+    named = {path.relative_to(root).as_posix() for path in files if naming.search(path.read_text())}
+    assert named - OWN <= TABLES and named >= OWN
+    assert sum(len((root / path).read_text().splitlines()) for path in OWN) <= 500
