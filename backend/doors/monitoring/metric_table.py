@@ -155,7 +155,7 @@ ENGINE_METRICS = {
     ),
     "cancelled": _engine("cancelled", COUNTER, "Requests that were cancelled by their client or their door"),
     "resumed": _engine(
-        "resumed", COUNTER, "Requests that a rebuilt engine continued behind the tokens that were sent before"
+        "resumed", COUNTER, "Requests that a rebuilt engine continued after the tokens that were sent before"
     ),
     "requests_waiting": _engine("waiting", GAUGE, "Sequences that wait for a batch slot and cache blocks"),
     "sessions": _engine("sessions", GAUGE, "Conversations that the engine keeps between their rounds"),
