@@ -16,21 +16,13 @@
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once.
 // Bench: python -m tridecode.kernels.bench packed_linear
-#include "gemm/gemm_epilogue.cuh"
-#include "gemm/gemm_norm.cuh"
+#include "gemm/gemm_mma.cuh"
 #include "gemm/packed/packed_weight.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kStepInputs = 2048;                   // granules that the warps take at once
-constexpr int kRows = 16;                           // of a tile
-constexpr int kMaxTokens = 8;                       // columns of the instruction
-constexpr int kBuffers = 2;                         // of the warps' sums
-constexpr int kSums = kWarps * kRows * kMaxTokens;  // floats of a buffer
-constexpr int kMaxNormTokens = 2;
+constexpr int kStepInputs = 2048;  // inputs that the warps take at once
 
 struct Division {
   int chunks;  // granules of a row
@@ -316,9 +308,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
 template <typename X, WeightFormat F, int GROUPS>
 int run(const GemmTask& task, const Division& division, int shared, void* stream) {
   const Mode mode = mode_of(task) == kQkvRotary ? kQkv : mode_of(task);
-  const int fit = device().shared_bytes / (shared + 2048), most = resident_blocks(GROUPS, mode);
-  const int room = device().multiprocessors * (fit < 1 ? 1 : fit < most ? fit : most);
-  const int units = division.slices * division.tiles, blocks = units < room ? units : room;
+  const int units = division.slices * division.tiles;
+  const int blocks = blocks_of(units, shared, resident_blocks(GROUPS, mode));
 #define TRIDECODE_RUN(mode_)                                                                 \
   if (mode == mode_)                                                                         \
     return launch("gemm_packed_mma", gemm_packed_mma<X, F, GROUPS, mode_>, blocks, kThreads, \
@@ -343,11 +334,7 @@ using namespace tridecode;
 
 int tridecode_gemm_packed_mma(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
-  if (int status = check_exact_cache("gemm_packed_mma", task)) return status;
-  if (task.tokens > kMaxTokens || task.split < 1 ||
-      (task.norm_weight && (task.split > 1 || task.tokens > kMaxNormTokens)))
-    return fail("gemm_packed_mma: no instance for %d tokens, split %d, %s norm", task.tokens,
-                task.split, task.norm_weight ? "with" : "without");
+  if (int status = check_units("gemm_packed_mma", task)) return status;
   if (task.inputs % 8 || !takes_eights(task))
     return fail("gemm_packed_mma: %d inputs, heads of %d, %d rotated, %s", task.inputs,
                 task.head_size, task.rotary_size, task.interleaved ? "interleaved" : "by halves");
@@ -366,12 +353,6 @@ int tridecode_gemm_packed_mma(const tridecode_gemm_task* given, void* stream) {
     division.group_sums = ceil_div(division.group_sums, 4) * 4;
     const int shared = (kBuffers * kSums + division.group_sums) * 4 +
                        division.warp_chunks * kWarps * kInputs * 2 * task.tokens;
-    const int64_t needed =
-        int64_t(division.tiles) * task.split * (kRows / 2) * ((task.tokens + 1) / 2) * 16;
-    if (task.split > 1 && (needed > task.partial_bytes || division.tiles > task.num_counters))
-      return fail("gemm_packed_mma: %lld bytes of partial sums and %d counters; there are %lld, %d",
-                  (long long)needed, division.tiles, (long long)task.partial_bytes,
-                  task.num_counters);
     return for_16_bit_dtype(task.dtype, "gemm_packed_mma", [&](auto zero) {
       using X = decltype(zero);
       if constexpr (F == kInt4) {

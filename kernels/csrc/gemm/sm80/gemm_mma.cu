@@ -14,20 +14,12 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
-#include "gemm/gemm_epilogue.cuh"
-#include "gemm/gemm_norm.cuh"
+#include "gemm/gemm_mma.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = 16;                           // of a tile
-constexpr int kMaxTokens = 8;                       // columns of the instruction
-constexpr int kRing = 8;                            // loads of a row in flight
-constexpr int kBuffers = 2;                         // of the warps' sums
-constexpr int kSums = kWarps * kRows * kMaxTokens;  // floats of a buffer
-constexpr int kMaxNormTokens = 2;
+constexpr int kRing = 8;  // loads of a row in flight
 
 struct Division {
   int slices, slice_inputs;
@@ -221,30 +213,17 @@ using namespace tridecode;
 
 int tridecode_gemm_mma(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
-  if (int status = check_exact_cache("gemm_mma", task)) return status;
-  if (task.tokens > kMaxTokens || task.split < 1 ||
-      (task.norm_weight && (task.split > 1 || task.tokens > kMaxNormTokens)))
-    return fail("gemm_mma: no instance for %d tokens, split %d, %s norm", task.tokens, task.split,
-                task.norm_weight ? "with" : "without");
+  if (int status = check_units("gemm_mma", task)) return status;
   Division division;
   division.slices = task.split;
   division.slice_inputs = ceil_div(ceil_div(task.inputs, 32), task.split) * 32;
   division.warp_chunks = ceil_div(division.slice_inputs / 32, kWarps * kRing) * kRing;
   division.tiles = ceil_div(task.outputs, kRows);
   const int shared = kBuffers * kSums * 4 + division.warp_chunks * kWarps * 64 * task.tokens;
-  const int64_t needed =
-      int64_t(division.tiles) * task.split * (kRows / 2) * ((task.tokens + 1) / 2) * 16;
-  if (task.split > 1 && (needed > task.partial_bytes || division.tiles > task.num_counters))
-    return fail("gemm_mma: %lld bytes of partial sums and %d counters; there are %lld and %d",
-                (long long)needed, division.tiles, (long long)task.partial_bytes,
-                task.num_counters);
-  const int units = task.split * division.tiles;
-  const int resident = device().shared_bytes / (shared + 2048);
-  const int room = device().multiprocessors * (resident < 1 ? 1 : resident < 2 ? resident : 2);
+  const int blocks = blocks_of(task.split * division.tiles, shared, 2);
   return for_16_bit_dtype(task.dtype, "gemm_mma", [&](auto zero) {
     using X = decltype(zero);
     const Mode mode = mode_of(task) == kQkvRotary ? kQkv : mode_of(task);
-    const int blocks = units < room ? units : room;
 #define TRIDECODE_RUN(mode_) \
   if (mode == mode_)         \
     return launch("gemm_mma", gemm_mma<X, mode_>, blocks, kThreads, shared, stream, task, division);
