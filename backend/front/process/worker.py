@@ -6,7 +6,9 @@ Reads FrontSettings as JSON from its standard input. It ends with the process th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -46,6 +48,7 @@ async def serve(settings: FrontSettings, number: int, listening: socket.socket, 
             Counts(counts_fd, number, settings.workers),
         )
         server = uvicorn.Server(config(settings, application(front)))
+        _end_by_signals(server)
         watch = asyncio.create_task(_watch(front, server))
         prepared = asyncio.create_task(model.prepare())
         await server.serve(sockets=[listening])
@@ -54,6 +57,14 @@ async def serve(settings: FrontSettings, number: int, listening: socket.socket, 
         front.log.close()
     finally:
         model.close()
+
+
+def _end_by_signals(server: uvicorn.Server) -> None:
+    """Let signals end the server and nothing else: uvicorn's own handling would then kill the process, before
+    it has said goodbye to the engine."""
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, server.handle_exit, signum, None)
 
 
 def config(settings: FrontSettings, app: Any) -> uvicorn.Config:

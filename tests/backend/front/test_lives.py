@@ -174,3 +174,18 @@ print(used.ru_utime + used.ru_stime)
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert float(done.stdout) < 1.0  # 0.3 s on an idle machine
+
+
+def test_a_stop_lets_streams_end_and_says_goodbye(
+    its_supervisor: FakeSupervisor, slow: FakeEngine, toy_repository: Path, tmp_path: Path, ids: Ids
+) -> None:
+    environment = {"TRIDECODE_CONTROL_ENDPOINT": its_supervisor.endpoint}
+    with Front(toy_repository, tmp_path / "log", **environment) as front:
+        stream = front.openai.completions.create(
+            model="toy", prompt="When?", max_tokens=len(ids(TEXT)), stream=True
+        )
+        text = next(stream).choices[0].text
+        front.process.terminate()
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == TEXT
+        assert front.process.wait(20) == 0
+    assert its_supervisor.goodbyes == 1 and len(slow.goodbyes) == 1
