@@ -13,6 +13,7 @@ CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, OTHER)
 
 #: kernels of kernels/csrc. A sum over ranks includes bias, residual and norm, and the wait for the others.
 OURS = {
+    "accept": SAMPLING,
     "all_reduce_rows": COMMUNICATION,
     "all_reduce_owned_rows": COMMUNICATION,
     "decode_attention": ATTENTION,
@@ -40,6 +41,7 @@ OURS = {
     "gemv": GEMM,
     "norm_row": OTHER,
     "norm_row_any": OTHER,
+    "place_rows": OTHER,
     "prefill_attention": ATTENTION,
     "prefill_attention_any": ATTENTION,
     "prefill_attention_sm90a": ATTENTION,
