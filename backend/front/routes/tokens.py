@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tridecode.backend.front.errors import bad_request
+from tridecode.backend.front.fields.chat import ChatMessage, ChatRequest
+from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.routes.status import json_response
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.service.limits import text_limits
@@ -20,9 +22,15 @@ _FIELDS = FieldNames("prompt")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """return_token_strs: the answer also has each token's text."""
+    """prompt: a text; else messages, as of a chat with these fields. return_token_strs: the answer also has
+    each token's text."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -52,15 +60,17 @@ async def tokenize(request: Request) -> Response:
     try:
         model.find(wanted.model)
         limits = model.texts.engine.link.limits()
-        asked = TextRequest([wanted.prompt], [SamplingParams()], [()], [""], [0], False, True, names=_FIELDS)
-        _check_unicode(wanted.prompt)
+        prompt = await _prompt(model, wanted)
+        asked = TextRequest([prompt], [SamplingParams()], [()], [""], [0], False, True, names=_FIELDS)
+        _check_unicode(prompt)
         check_texts(
             asked, text_limits(limits, front.settings.max_prompt_bytes, front.settings.max_request_bytes)
         )
         special = wanted.add_special_tokens
-        special = front.settings.add_special_tokens if special is None else special
+        if special is None:  # a chat template writes them itself
+            special = wanted.messages is None and front.settings.add_special_tokens
         ids = await asyncio.get_running_loop().run_in_executor(
-            model.worker, lambda: next(model.tokenizer.ids([wanted.prompt], bool(special)))
+            model.worker, lambda: next(model.tokenizer.ids([prompt], bool(special)))
         )
     except Exception as error:
         raise front.failed(call, error, TokenizeRequest.__struct_fields__) from error
@@ -68,6 +78,23 @@ async def tokenize(request: Request) -> Response:
     call.prompt_tokens = len(ids)
     front.ended(call)
     return json_response(Tokenized(len(ids), limits.max_sequence_tokens if limits else None, ids, texts))
+
+
+async def _prompt(model: ServedModel, wanted: TokenizeRequest) -> str:
+    """Return the text whose tokens are wanted. Raises ApiError and TridecodeErrors."""
+    if (wanted.prompt is None) == (wanted.messages is None):
+        found = "neither is" if wanted.prompt is None else "both are"
+        raise bad_request(f"{found} sent of prompt and messages; wanted one of them", "prompt")
+    if wanted.messages is None:
+        return wanted.prompt or ""
+    chat = ChatRequest(
+        messages=wanted.messages,
+        tools=wanted.tools,
+        add_generation_prompt=wanted.add_generation_prompt,
+        continue_final_message=wanted.continue_final_message,
+        chat_template_kwargs=wanted.chat_template_kwargs,
+    )
+    return (await model.chats.prompt(chat))[0]
 
 
 def _check_unicode(text: str) -> None:

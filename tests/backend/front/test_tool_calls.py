@@ -223,6 +223,21 @@ def test_a_conversation_with_results(front: Front, engine: FakeEngine, say: Call
     assert sent_text(engine, tokenizer) == wanted
 
 
+def test_the_tokens_of_a_chat_are_those_of_its_prompt(
+    front: Front, engine: FakeEngine, say: Callable
+) -> None:
+    say("Hm.")
+    front.openai.chat.completions.create(model="toy", messages=MESSAGES, tools=TOOLS)
+    sent = np.frombuffer(engine.submits[-1].sequences[0].prompt, "<i4").tolist()
+    found = front.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()
+    assert (found["tokens"], found["count"]) == (sent, len(sent))
+    for body in ({}, {"prompt": "a", "messages": MESSAGES}):
+        response = front.post("/tokenize", body)
+        assert response.status_code == 400 and "wanted one of them" in error_of(response)["message"]
+    error = error_of(front.post("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}))
+    assert error["param"] == "messages[0].tool_call_id"
+
+
 def test_a_message_is_continued(front: Front, engine: FakeEngine, say: Callable, tokenizer: Any) -> None:
     say(" metres.")
     history = [*MESSAGES, {"role": "assistant", "content": "Twelve"}]

@@ -64,6 +64,18 @@ def test_parts_of_a_character_have_labels_of_their_own() -> None:
         assert found.label(last) == found[last] and "b" in found[last]
 
 
+def test_special_tokens_of_tool_calls_are_shown_where_the_others_are_skipped() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<tool_call>", "<other>"])
+    ids = tokenizer.encode("<tool_call> a<other></s>", add_special_tokens=False).ids
+    texts = {
+        shown: view.text(view.shown(ids))
+        for shown in ((), ("<tool_call>",))
+        for view in [TokenizerView(tokenizer, True, shown=shown)]
+    }
+    assert texts == {(): " a", ("<tool_call>",): "<tool_call> a"}
+
+
 def test_skipped_special_tokens_take_no_room_in_the_text() -> None:
     tokenizer = byte_level()
     end = tokenizer.token_to_id("</s>")
