@@ -176,6 +176,11 @@ class EngineConfig:
     openai_chat_template: str = setting(
         "none", "file with its chat template, relative to `config.pbtxt`; none: the checkpoint's"
     )
+    openai_tool_call_parser: str = setting(
+        "none",
+        "format in which the model writes tool calls; none: as the chat template shows it",
+        _one_of("none", "hermes", "llama3_json", "mistral"),
+    )
     openai_cors: str = setting(
         "none", "origins whose pages may call it, separated by commas; *: all; none: no page may"
     )

@@ -84,6 +84,7 @@ def front_options(engine_dir: str, config: EngineConfig) -> FrontOptions:
             config.openai_model_name,
             path(config.openai_api_key_file),
             path(config.openai_chat_template),
+            config.openai_tool_call_parser,
             config.openai_cors,
         )
     )

@@ -41,6 +41,7 @@ class FrontOptions:
     model_name: str = "none"
     api_key_file: str = "none"
     chat_template: str = "none"
+    tool_call_parser: str = "none"
     cors: str = "none"
 
     def words(self) -> list[str]:
@@ -50,6 +51,7 @@ class FrontOptions:
             ("served-model-name", self.model_name),
             ("api-key-file", self.api_key_file),
             ("chat-template", self.chat_template),
+            ("tool-call-parser", self.tool_call_parser),
         ):
             if text != "none":
                 words += [f"--{name}", text]

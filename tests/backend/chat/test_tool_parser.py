@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,8 +16,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.backend.chat import tool_templates
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.chat.json_scanner import JsonScanner
-from tridecode.backend.chat.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat, find_format
+from tridecode.backend.chat.tool_formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PARSERS,
+    ToolFormat,
+    find_format,
+)
 from tridecode.backend.chat.tool_parser import Arguments, CallBroken, CallStart, Content, ToolCallParser
+from tridecode.backend.configuration.engine_config import EngineConfig
 
 NAMES = ("depth", "depth_chart", "tide-table", "brave_search")
 KINDS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
@@ -274,6 +283,12 @@ def test_the_format_follows_from_the_template_or_the_operator() -> None:
     assert find_format(tool_templates.HERMES, "mistral") is MISTRAL
     with pytest.raises(ConfigError, match="'hermit'; wanted one of hermes, llama3_json, mistral"):
         find_format("", "hermit")
+
+
+def test_config_pbtxt_accepts_the_names_of_the_parsers() -> None:
+    [field] = [one for one in fields(EngineConfig) if one.name == "openai_tool_call_parser"]
+    accepted = field.metadata["accepted"].test
+    assert all(map(accepted, ("none", *PARSERS))) and not accepted("hermit")
 
 
 def test_long_malformed_text_is_read_once() -> None:

@@ -60,12 +60,14 @@ def test_it_starts_with_its_options_and_again_after_its_death(
 ) -> None:
     front.look(0.0)
     assert not log.exists()  # nobody wants it yet
-    front.want(FrontOptions(9000, workers=2, model_name="mine", cors="http://a, http://b"))
+    front.want(
+        FrontOptions(9000, "127.0.0.1", 2, "mine", tool_call_parser="hermes", cors="http://a, http://b")
+    )
     front.look(0.0)
     (line,) = starts(log, 1)
     assert line == (
         "/models/toy --host 127.0.0.1 --port 9000 --workers 2 --served-model-name mine "
-        f"--cors http://a --cors http://b --owner {server.pid}:{server.start}"
+        f"--tool-call-parser hermes --cors http://a --cors http://b --owner {server.pid}:{server.start}"
     )
     (pid,) = [pid for pid in processes.children(os.getpid()) if "service" in processes.command_line(pid)]
     os.kill(pid, signal.SIGKILL)
