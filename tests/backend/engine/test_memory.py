@@ -237,7 +237,7 @@ def test_a_gpu_is_planned_with_its_own_buffers_and_scratch(converted):
     cpu, gpu = (plan_rank(model, config, 0, 0, device) for device in ("cpu", "cuda"))
     assert gpu.weights == cpu.weights and gpu.block == cpu.block
     buffer = gpu.workspace - (cpu.workspace - gpu.host)
-    results = 8 * config.slots  # a token and its log probability for each row
+    results = 12 * config.slots  # a token, its log probability and a number of kept tokens for each row
     assert gpu.host == 4 * (buffer + results)  # rings of four on the host
     widest = max(3 * model.hidden_size, 2 * model.mlp_size)
     assert gpu.scratch > scratch.SUM_BYTES + 3 * 48 * widest
