@@ -1,4 +1,4 @@
-"""Print requirements of pyproject.toml, one a line: `python requirements.py pyproject.toml [EXTRA]`.
+"""Print requirements of pyproject.toml, one a line: `python requirements.py pyproject.toml [EXTRA ...]`.
 
 The image installs them before our own code, in a layer that changes of the code do not invalidate. Runs in
 the image's Python, from 3.9 on, without any package but pip.
@@ -15,10 +15,11 @@ else:
     from pip._vendor import tomli as tomllib
 
 
-def requirements(path: Path, extra: str = "") -> list[str]:
-    """The dependencies of the project, and those of one extra. Raises KeyError for an unknown extra."""
+def requirements(path: Path, *extras: str) -> list[str]:
+    """Return the dependencies of the project and of these extras. Raises KeyError for an unknown extra."""
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-    return project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+    optional = project["optional-dependencies"]
+    return project["dependencies"] + [line for extra in extras if extra for line in optional[extra]]
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_the_wheel_of_the_context_has_every_module_template_and_the_kernels(whee
     assert f"tridecode/kernels/lib/{build.LIBRARY.name}" in packed
 
 
-@pytest.mark.parametrize("extra", ["", "engine", "test"])
+@pytest.mark.parametrize("extra", ["", "engine", "front", "test"])
 def test_the_requirements_are_those_that_setuptools_writes_into_the_wheel(wheel, extra):
     [name] = [one for one in wheel.namelist() if one.endswith(".dist-info/METADATA")]
     written = message_from_bytes(wheel.read(name)).get_all("Requires-Dist") or []
