@@ -46,7 +46,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], parts: bool = False
         raise FieldError("messages", "is an empty list; wanted one message or more")
     if len(messages) > MAX_MESSAGES:
         raise FieldError("messages", f"has {len(messages):,} messages; wanted {MAX_MESSAGES:,} at most")
-    open_calls: set[str] = set()
+    open_calls: dict[str, str] = {}  # id -> name of the function
     found = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -57,7 +57,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], parts: bool = False
 
 
 def _read_message(
-    where: str, message: Mapping[str, Any], parts: bool, open_calls: set[str]
+    where: str, message: Mapping[str, Any], parts: bool, open_calls: dict[str, str]
 ) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
@@ -81,7 +81,9 @@ def _read_message(
     if calls:
         found["tool_calls"] = _calls(f"{where}.tool_calls", calls, open_calls)
     elif role == "tool":
-        found["tool_call_id"] = _answered(f"{where}.tool_call_id", message.get("tool_call_id"), open_calls)
+        number = _answered(f"{where}.tool_call_id", message.get("tool_call_id"), open_calls)
+        found["tool_call_id"] = number
+        found.setdefault("name", open_calls[number])  # few clients send it, and some templates want it
     return found
 
 
@@ -111,7 +113,7 @@ def _part(where: str, part: Any) -> str:
     return part[key]
 
 
-def _calls(where: str, calls: Any, open_calls: set[str]) -> list[dict[str, Any]]:
+def _calls(where: str, calls: Any, open_calls: dict[str, str]) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise FieldError(where, f"is {shown(calls)}; wanted a list of calls")
     found = []
@@ -129,7 +131,7 @@ def _calls(where: str, calls: Any, open_calls: set[str]) -> list[dict[str, Any]]
             raise FieldError(f"{place}.id", f"is {shown(number)}; wanted a text")
         if number in open_calls:
             raise FieldError(f"{place}.id", f"is {shown(number)} twice; wanted each once")
-        open_calls.add(number)
+        open_calls[number] = name
         arguments = _arguments(f"{place}.function.arguments", function.get("arguments"))
         found.append({"id": number, "type": "function", "function": {"name": name, "arguments": arguments}})
     return found
@@ -150,7 +152,7 @@ def _arguments(where: str, text: Any) -> dict[str, Any]:
     raise FieldError(where, f"is {shown(text)}; wanted a JSON object as a text")
 
 
-def _answered(where: str, number: Any, open_calls: set[str]) -> str:
+def _answered(where: str, number: Any, open_calls: dict[str, str]) -> str:
     if not isinstance(number, str) or number not in open_calls:
         found = "missing" if number is None else shown(number)
         raise FieldError(where, f"is {found}; wanted the id of a call in an assistant's message before it")

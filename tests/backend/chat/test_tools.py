@@ -230,6 +230,11 @@ def test_messages_of_clients_that_send_whole_answers_back_are_read() -> None:
     assert found[4]["tool_calls"][0]["function"]["arguments"] == {"place": "the 港", "at": [1, {"x": None}]}
 
 
+def test_a_result_has_the_name_of_its_function_as_some_templates_want() -> None:
+    assert template_messages(CHAT)[2]["name"] == "depth"
+    assert template_messages([*CHAT[:2], CHAT[2] | {"name": "mine"}])[2]["name"] == "mine"
+
+
 FUNCTION = TOOLS[0]["function"]
 BAD_TOOLS: dict[str, tuple[Any, Any, Any]] = {
     'tools is "x"; wanted a list': ("x", None, None),
