@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable
 
@@ -32,8 +33,8 @@ class KernelError(RuntimeError):
 class Library:
     """Every function of csrc/api without its prefix, e.g. `library.norm(...)`.
 
-    A function whose first parameter is a task takes the stream and the task's fields by name, e.g.
-    `library.gemv(stream, out=..., x=...)`; omitted fields are 0. A nonzero status raises KernelError, an
+    A function whose first parameter is a task takes the stream and the task's fields, by name or in one dict,
+    e.g. `library.gemv(stream, out=..., x=...)`; omitted fields are 0. A nonzero status raises KernelError, an
     unknown field AttributeError.
     """
 
@@ -79,8 +80,9 @@ class Library:
         return call
 
     def _launcher(self, raw: Callable[..., int], task: type[ctypes.Structure]) -> Callable[..., None]:
-        def launch(stream: int, **fields: Any) -> None:
-            if raw(ctypes.byref(task(**fields)), stream):
+        def launch(stream: int, given: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+            made = task(**fields) if given is None else task(**given)
+            if raw(ctypes.byref(made), stream):
                 raise KernelError(self._text().decode())
 
         return launch

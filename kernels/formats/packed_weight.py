@@ -6,6 +6,7 @@ A matrix is packed once, at load. `not_packed` names formats that no kernel read
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,8 +78,9 @@ class PackedWeight:
             groups=None if self.groups is None else self.groups[eights],
         )
 
+    @cached_property
     def fields(self) -> dict[str, float]:
-        """Return the fields of a GEMM task that describe the weight."""
+        """The fields of a GEMM task that describe the weight, shared by its launches."""
         return {
             "weight": self.values.data_ptr(),
             "weight_format": FORMAT_CODES[self.format],

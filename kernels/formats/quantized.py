@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class QuantizedWeight:
                 f"zeros {tuple(self.zeros.shape)}; wanted ({self.values.shape[0]}, {num_groups})"
             )
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         return self.values.shape[0], self.columns
@@ -86,8 +87,9 @@ class QuantizedWeight:
         """Return these rows, in the same memory; one scale for each row."""
         return replace(self, values=self.values[rows], scales=self.scales[rows])
 
+    @cached_property
     def fields(self) -> dict[str, float]:
-        """Return the fields of a GEMM task for the weight. weight_format 0: rows, not granules."""
+        """The fields of a GEMM task for the weight, shared by its launches. weight_format 0: rows."""
         scales = "block_scales" if self.block_rows > 1 else "weight_scales"
         return {"weight": self.values.data_ptr(), "weight_format": 0, scales: self.scales.data_ptr()}
 

@@ -79,21 +79,22 @@ class Call(NamedTuple):
 
         weight: rows in the dtype of x, if it has any.
         """
-        x, out, heads = self.x, self.out, self.heads
+        x, out, heads, residual = self.x, self.out, self.heads, self.residual
         rope = None if heads is None else heads.rope
-        written = out if out.dtype == x.dtype else None
+        out_float32 = out.dtype != x.dtype
+        out_aligned = (out_float32 or aligned(out)) and (residual is None or aligned(residual))
         return Gemm(
             tokens=x.shape[0],
             inputs=inputs,
             outputs=outputs,
             epilogue=self.epilogue,
             bias=self.linear.bias is not None,
-            residual=self.residual is not None,
+            residual=residual is not None,
             norm=self.norm is not None,
             half=x.dtype != torch.float32,
-            out_float32=written is None,
+            out_float32=out_float32,
             aligned=aligned(x) and (weight is None or aligned(weight)),
-            out_aligned=all(each is None or aligned(each) for each in (written, self.residual)),
+            out_aligned=out_aligned,
             head_size=0 if heads is None else heads.head_size,
             rotary_size=0 if rope is None else rope.size,
             interleaved=rope is not None and rope.interleaved,

@@ -80,7 +80,7 @@ class CublasProducts:
         if activation == "swiglu" or residual is not None:  # out may be the residual
             rows = call.linear.weight.shape[0]
             product = self._gpu.temporary("product", call.tokens, rows, call.out.dtype)
-        bare = Call(call.x, Linear(call.linear.weight), product)
+        bare = Call(call.x, call.linear if bias is None else Linear(call.linear.weight), product)
         if not source.by_cublas_lt(bare):
             source.by_torch(call.x, product)
         if bias is not None or activation is not None or residual is not None:

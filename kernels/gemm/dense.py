@@ -28,17 +28,19 @@ class Dense(WeightKind):
             self._cublas.multiply(call, weight)
             return False
         heads = call.head_fields if call.head_fields and plan.fuses_heads else {}
-        self.run(
-            plan.kernel,
-            call,
-            weight=weight.data_ptr(),
-            weight_stride=weight.stride(0),
-            inputs=inputs,
-            outputs=outputs,
+        task = {
+            **call.fields(),
+            **gpu.scratch_fields,
+            "tokens": call.x.shape[0],
+            "weight": weight.data_ptr(),
+            "weight_stride": weight.stride(0),
+            "inputs": inputs,
+            "outputs": outputs,
             **plan_fields(plan),
             **heads,
             **norm_fields(call.norm),
-        )
+        }
+        self.run(plan.kernel, task)
         return plan.fuses_heads
 
     def chain_operand(self, linear: Linear) -> str:

@@ -35,7 +35,7 @@ class Dequantiser:
         """
         gpu, part = self._gpu, weight.part(rows)
         out = gpu.temporary("expanded_weight", part.shape[0], part.shape[1], dtype)
-        fields = part.fields()
+        fields = part.fields
         if fields["weight_format"]:
             gpu.library.expand_weight(
                 gpu.stream,
@@ -61,7 +61,7 @@ class Pieces:
     def by_cublas_lt(self, call: Call) -> bool:
         (rows, columns), itemsize = self._weight.shape, call.x.dtype.itemsize
         piece = expanded_rows(rows, columns, itemsize)
-        packed = self._weight.fields()
+        packed = dict(self._weight.fields)
         packed["packed"] = packed.pop("weight")
         return self._gpu.library_products.run_pieces(
             self._gpu.stream,

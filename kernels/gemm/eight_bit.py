@@ -7,8 +7,6 @@ elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS by way of torch. ta
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -153,18 +151,20 @@ class EightBit(WeightKind):
         if plan.kernel == "library_8_bit":
             self._by_torch(call, weight, values, scales)
             return
-        fields: dict[str, Any] = {**weight.fields(), **self._quantised_x(values, scales, inputs)}
-        self.run(
-            plan.kernel,
-            call,
-            **fields,
-            inputs=inputs,
-            outputs=outputs,
+        task = {
+            **call.fields(),
+            **gpu.scratch_fields,
+            "tokens": call.x.shape[0],
+            "inputs": inputs,
+            "outputs": outputs,
+            **weight.fields,
+            **self._quantised_x(values, scales, inputs),
             **plan_fields(plan),
             **(call.head_fields or {}),
-        )
+        }
+        self.run(plan.kernel, task)
 
-    def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, Any]:
+    def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, float]:
         """Return the task fields for operands in 8 bit."""
         return {
             "x": values.data_ptr(),

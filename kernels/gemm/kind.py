@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -61,14 +61,14 @@ class WeightKind(ABC):
         product = activated(product, call.activation)
         call.out.copy_(product if call.residual is None else product.add_(call.residual))
 
-    def run(self, kernel: str, call: Call, **fields: Any) -> None:
+    def run(self, kernel: str, task: Mapping[str, float]) -> None:
         """Launch a kernel of csrc/api/gemm.h.
 
-        fields: those of the weight, the tile, the norm and the heads.
+        task: made in one expression of call.fields(), gpu.scratch_fields and the fields of the weight, the
+        tile, the norm and the heads: each further merge costs the host as much as a check of the tensors.
         """
         gpu = self.gpu
-        task = {**call.fields(), "tokens": call.tokens, **gpu.scratch_fields, **fields}
-        getattr(gpu.library, kernel)(gpu.stream, **task)
+        getattr(gpu.library, kernel)(gpu.stream, task)
 
 
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:

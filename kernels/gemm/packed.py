@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ class Packed(DequantisedKind):
             return self.products.launch(call, weight)
         if call.norm is not None and not plan.fuses_norm:
             call = call._replace(x=self.gpu.normed(call.x, call.norm), norm=None)
-        self.multiply(plan, call, weight, **norm_fields(call.norm))
+        self.multiply(plan, call, weight, norm_fields(call.norm))
         return plan.fuses_heads
 
     def plan(self, call: Call, weight: PackedWeight) -> Plan:
@@ -33,18 +33,20 @@ class Packed(DequantisedKind):
         gemm = call.gemm(weight.rows, weight.columns, operand=operand)
         return self.gpu.choose_packed(gemm, GRANULE_INPUTS[weight.format])
 
-    def multiply(self, plan: Plan, call: Call, weight: PackedWeight, **fields: Any) -> None:
-        heads = call.head_fields if call.head_fields and plan.fuses_heads else {}
-        self.run(
-            plan.kernel,
-            call,
-            inputs=weight.columns,
-            outputs=weight.rows,
+    def multiply(self, plan: Plan, call: Call, weight: PackedWeight, fields: Mapping[str, float]) -> None:
+        """Launch plan.kernel. fields: those of the norm, or of x in 8 bit."""
+        task = {
+            **call.fields(),
+            **self.gpu.scratch_fields,
+            "tokens": call.x.shape[0],
+            "inputs": weight.columns,
+            "outputs": weight.rows,
             **plan_fields(plan),
-            **weight.fields(),
-            **heads,
+            **weight.fields,
+            **(call.head_fields if call.head_fields and plan.fuses_heads else {}),
             **fields,
-        )
+        }
+        self.run(plan.kernel, task)
 
 
 class Int4(Packed):
@@ -59,15 +61,13 @@ class Int4(Packed):
         plan = self.plan(call, weight)
         if plan.kernel.startswith("gemm_int4"):
             values, scales = quantize_rows(self.gpu, call.x, call.norm, "two_parts_int4", weight.order)
-            self.multiply(
-                plan,
-                call,
-                weight,
-                x=values.data_ptr(),
-                x_stride=weight.columns,
-                x_scales=scales.data_ptr(),
-                symmetric=weight.zeros == "eight",
-            )
+            rows = {
+                "x": values.data_ptr(),
+                "x_stride": weight.columns,
+                "x_scales": scales.data_ptr(),
+                "symmetric": weight.zeros == "eight",
+            }
+            self.multiply(plan, call, weight, rows)
             return plan.fuses_heads
         if weight.order is not None:
             x = call.x if call.norm is None else self.gpu.normed(call.x, call.norm)
