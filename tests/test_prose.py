@@ -79,7 +79,3 @@ def test_an_opening_is_found_in_cuda(tmp_path, text):
 )
 def test_cuda_that_is_fine_raises_no_alarm(tmp_path, text):
     assert found(tmp_path, "a.cuh", text) == []
-
-
-def test_only_folders_that_exist_are_exempt():
-    assert all((prose.ROOT / name).exists() for name in prose.EXEMPT)

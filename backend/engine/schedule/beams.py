@@ -1,17 +1,18 @@
-"""Beam search of one prompt: which candidates become beams, and when the search is over. No torch, no device.
+"""Beam search of one prompt: it chooses the candidates that become beams, and ends the search. No torch, no
+device.
 
-A step gives for each running beam its most likely next tokens. The best `width` of all of them are the next
-beams. Two rules differ in what becomes of a beam that ended (by end_id, a stop word or its length):
+A step returns the most likely next tokens of each running beam. The best `width` of all of them are the next
+beams. There are two rules for a beam that ended (by end_id, a stop word or its length):
 
 Competition (FasterTransformer): it stays among the beams at no cost and with its own length, as long as
 its score is good enough. score = cum / length ** len_penalty, where length counts prompt and new tokens; the
 search is over when all beams have ended.
 
-Pool (transformers' beam search): it leaves for a pool of the best `width` ended ones if it was among the
-best `width` candidates. Running beams compare cum; the pool compares cum / length ** len_penalty, where
-length counts new tokens. early_stopping says when the pool is final: 1, as soon as it is full; 0, when the
-best running beam at its length is no better than the worst of the pool; 2, when it could not become better
-at any length, with a positive len_penalty at max_tokens.
+Pool (transformers' beam search): it moves to a pool of the best `width` ended beams if it was among the best
+`width` candidates. Running beams compare cum; the pool compares cum / length ** len_penalty, where length
+counts new tokens. early_stopping says when the pool is final: 1, as soon as it is full; 0, when the best
+running beam, at its length, is not better than the worst of the pool; 2, when it could not become better at
+any length, with a positive len_penalty at max_tokens.
 
 cum is the sum of the log probabilities of the new tokens. beam_search_diversity_rate * (rank of the candidate
 within its beam, modulo width) is added where candidates are compared, never to cum.
@@ -78,17 +79,20 @@ class BeamSearch:
 
     def take(self, sequence: Sequence, ids: np.ndarray, log_probs: np.ndarray) -> bool:
         """Keep the candidates of a running beam, (W,) int32 and (W,) float32, most likely first. Returns
-        whether all running beams have theirs."""
+        whether all running beams have theirs.
+        """
         self._candidates[sequence] = ids, log_probs
         return len(self._candidates) == len(self.group.sequences)
 
     def forget(self) -> None:
-        """The running beams are computed again: what is known of their next tokens is void."""
+        """Forget the candidates of the running beams, because the beams are computed again."""
         self._candidates.clear()
 
     def restore(self, texts: list[BeamText]) -> None:
-        """Continue with these beams, best first, of a search without a pool. Called before the group is
-        queued; the search is over if all of them have ended."""
+        """Continue with these beams, best first, of a search without a pool.
+
+        Call this before the group is queued; the search is over if all of them have ended.
+        """
         self.beams = []
         first: Sequence | None = self.first
         for text in texts:
@@ -107,7 +111,8 @@ class BeamSearch:
         """Choose the next beams. Raises RequestError if no token is possible in any beam and the pool is
         empty, ArithmeticError if the logits of one are not numbers: no beam is better or worse than that one.
 
-        The sequences of the group are then those of the beams that run on; none if `is_over`."""
+        The sequences of the group are then those of the beams that run on; none if `is_over`.
+        """
         cums, ids, log_probs = self._tables()
         chosen = self._choose(cums, ids, log_probs)
         self.embedding += self.first.take_embedding()
@@ -126,17 +131,20 @@ class BeamSearch:
         )
 
     def best(self) -> list[Beam]:
-        """The answer, best first: the pool or the beams."""
+        """Return the answer, best first: the pool or the beams."""
         return self.pool if self.params.beam_pool else self.beams
 
     def event(self, step: BeamStep) -> Event:
-        """Of a step that is not the last one."""
+        """Return the event of a step that is not the last one."""
         return self._event(0, beams=step)
 
     def last_events(
         self, finish: Finish | None, error: TridecodeError | None, step: BeamStep | None
     ) -> list[Event]:
-        """One for each of the group's sequences. finish: None if the search is over, which `step` ended."""
+        """Return one event for each of the group's sequences.
+
+        finish: None if the search is over, ended by `step`.
+        """
         numbers = range(self.params.num_sequences)
         if finish is not None:
             text, code = (str(error), error.code) if error else ("", "")
@@ -148,7 +156,7 @@ class BeamSearch:
         return [self._event(0, last.value, beams=step)]
 
     def _found(self, i: int) -> Event:
-        """The whole text of one of the best beams; an empty text where the search has found fewer."""
+        """Return the whole text of one of the best beams, or an empty text if the search has found fewer."""
         if i >= len(self.pool):
             return self._event(i, Finish.LENGTH.value)
         beam = self.pool[i]
@@ -157,7 +165,7 @@ class BeamSearch:
         return self._event(i, finish, tokens=beam.output, log_probs=log_probs)
 
     def _event(self, i: int, finish: str = "", **fields: Any) -> Event:
-        """Of the group's sequence i. The first one carries what belongs to the prompt."""
+        """Return an event of the group's sequence i. The first one carries what belongs to the prompt."""
         if i > 0:
             return Event(self.group.request, self.first.index + i, finish=finish, **fields)
         embedding = self.embedding + self.first.take_embedding()
@@ -177,8 +185,11 @@ class BeamSearch:
     # ------------------------------------------------------------ candidates
 
     def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """cum (B, W) float64, -inf where there is no candidate, token ids and log probabilities (B, W) of the
-        candidates of all beams. An ended beam has one, itself."""
+        """Return cum (B, W) float64, -inf where there is no candidate, token ids and log probabilities (B, W)
+        of the candidates of all beams.
+
+        An ended beam has one candidate, itself.
+        """
         width = max(len(ids) for ids, _ in self._candidates.values())
         ids = np.full((len(self.beams), width), -1, np.int64)
         log_probs = np.full((len(self.beams), width), -np.inf)
@@ -196,7 +207,7 @@ class BeamSearch:
         return cums, ids, log_probs
 
     def _choose(self, cums: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> list[Choice]:
-        """The next beams, best first; ended ones go to the pool, if there is one."""
+        """Return the next beams, best first; ended ones go to the pool, if there is one."""
         scores = cums if self.params.beam_pool else cums / self._lengths(cums) ** self.params.len_penalty
         ranks = np.arange(cums.shape[1]) % self.width
         scores = (scores + self.params.beam_search_diversity_rate * ranks).reshape(-1)
@@ -218,7 +229,7 @@ class BeamSearch:
         return chosen
 
     def _lengths(self, cums: np.ndarray) -> np.ndarray:
-        """(B, 1): tokens of prompt and output of the candidates of each beam."""
+        """Return (B, 1): tokens of prompt and output of the candidates of each beam."""
         prompt = len(self.first.prompt)
         lengths = [prompt + len(beam.output) + (beam.sequence is not None) for beam in self.beams]
         return np.array(lengths, np.float64)[:, None]
@@ -250,7 +261,7 @@ class BeamSearch:
     # ------------------------------------------------------------ beams and their sequences
 
     def _continue(self, choice: Choice) -> Beam:
-        """The beam that a choice makes of its parent; its sequence comes with `_share`."""
+        """Return the beam that a choice makes of its parent; its sequence comes with `_share`."""
         parent = self.beams[choice.parent]
         if choice.token < 0:
             return parent
@@ -259,7 +270,8 @@ class BeamSearch:
 
     def _share(self, before: list[Beam], chosen: list[Choice]) -> None:
         """Give every beam that runs on a sequence: the first child of a beam takes its parent's, the others
-        branch off it. Sequences without a child go first, so that their slots are free."""
+        branch off it. Sequences without a child go first, so that their slots are free.
+        """
         running = [
             (beam, before[choice.parent].sequence)
             for beam, choice in zip(self.beams, chosen)

@@ -1,4 +1,7 @@
-"""Which sequences run in the next step, and the arrays of that step. Host only: no torch."""
+"""The planner: it chooses the sequences of the next step and builds the arrays of that step.
+
+Host only: no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from tridecode.backend.engine.schedule.prompt_spread import Spread
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.step.plan import SlotStart, StepPart, StepPlan
 
-#: Where sequences queue for slots, a share of 1 / HELD_SHARE of all slots is filled at once, after HELD_STEPS
-#: steps at the latest: a step with prompts costs 1.5 ms more than its tokens (LLaMA-3-8B on an H200), a slot
-#: that stays empty for a step 0.04 ms.
+#: While sequences queue for slots, free slots stay empty until 1 / HELD_SHARE of all slots are free, or for
+#: HELD_STEPS steps at most: the fixed cost of a prefill step is 1.5 ms (LLaMA-3-8B on an H200), and a slot
+#: that stays empty for a step costs 0.04 ms.
 HELD_SHARE, HELD_STEPS = 32, 8
 
-#: Tokens of a step in which sequences decode, at most: LLaMA-3-8B on an H200 takes 0.18 s for them, in which
-#: no sequence gets its next token
+#: The limit on the tokens of a step in which sequences decode: LLaMA-3-8B on an H200 takes 0.18 s for 8192
+#: tokens, and no sequence gets its next token in that time
 MIXED_TOKENS = 8192
 
 
@@ -39,7 +42,8 @@ class _DecodeRows:
     slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
     rotary table. rings: (B,) int32, see CacheManager; None if none has one. adapters: (B,) int32, -1 for
     none. top_log_probs: (B,) int32, as in TopTokens. steps_left: until the last token of one of them is in
-    flight."""
+    flight.
+    """
 
     slots: np.ndarray
     positions: np.ndarray
@@ -96,7 +100,7 @@ class Planner:
         self.drafts: DraftPlanner | None = None  # of an engine with a drafter
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """Verify what the drafter proposes. Before the first plan."""
+        """Verify the tokens that the drafter proposes. Call this before the first plan."""
         self.drafts = DraftPlanner(drafter, self.limits, self.cache, self._last_lengths, self._shifts)
 
     @property
@@ -108,8 +112,10 @@ class Planner:
         self.waiting.push(sequence.order, sequence)
 
     def fork(self, parent: Sequence, child: Sequence, *, same_token: bool) -> None:
-        """Place a child that has just split off. It decodes at once where it can share the parent's cache,
-        else it waits."""
+        """Place a child that has just split off.
+
+        It decodes at once if it can share the parent's cache; otherwise it waits.
+        """
         copy_state = same_token and parent not in self._unstarted
         settled = parent.stage is Stage.DECODE and parent.in_flight == 0
         if not (settled and self.cache.fork(parent, child, copy_state=copy_state)):
@@ -123,7 +129,7 @@ class Planner:
         self._set_decoding([*self._decoding, child])
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence gives its slot and blocks back, if it has any."""
+        """Free the sequence's slot and blocks, if it has any."""
         self.without_slot.discard(sequence)
         if sequence.slot >= 0:
             self.cache.release(sequence)
@@ -135,8 +141,9 @@ class Planner:
                 self._awaited.pop(sequence, None)
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """The sequences that waited for their tokens, which are known now, decode again, the longest waiting
-        first."""
+        """Continue to decode the sequences whose tokens in flight are known now, the longest waiting
+        first.
+        """
         known = [one for one in sequences if one.stage is Stage.AWAITED and not one.in_flight]
         for sequence in known:
             sequence.stage = Stage.DECODE
@@ -145,16 +152,16 @@ class Planner:
             self._set_decoding(self._decoding + known)
 
     def leave_beams(self, group: SequenceGroup) -> None:
-        """The beams of a group give their slots and blocks back, if they have any."""
+        """Free the slots and blocks of a group's beams, if they have any."""
         self.beams.release(group)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.group is not group]
 
     def held(self, sequence: Sequence) -> Held:
-        """What a sequence with a slot has in the cache."""
+        """Return what a sequence with a slot has in the cache."""
         return self.cache.held(sequence, self._shifts.item(sequence.slot))
 
     def preempt(self, sequence: Sequence) -> None:
-        """The sequence, or all beams of its group, is computed again later."""
+        """Free the cache of the sequence, or of all beams of its group; it is computed again later."""
         self.counters.preemptions += 1
         group = sequence.group
         if group.search is None:
@@ -168,7 +175,7 @@ class Planner:
         self.wait(group.sequences[0])
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where there is nothing to do now."""
+        """Return the next step, or None if there is nothing to do now."""
         self._release_drained()
         if self.limits.recompute_long and self.limits.long_prompt_tokens:
             self._recompute_outgrown()
@@ -179,14 +186,14 @@ class Planner:
         return self._build(decodes, chunks, starts, beams) if decodes or chunks or beams else None
 
     def _budget(self, num_decodes: int) -> int:
-        """Tokens of prompts that a step beside so many decoding rows may have."""
+        """Return the number of prompt tokens that a step with `num_decodes` decode rows may have."""
         limits = self.limits
         if num_decodes == 0:
             return limits.max_step_tokens
         return min(limits.max_step_tokens, max(MIXED_TOKENS, limits.max_sequences)) - num_decodes
 
     def _drain(self, sequence: Sequence) -> None:
-        """The last token of the sequence is in the plan that is being made."""
+        """Note that the last token of the sequence is in the plan that is being made."""
         sequence.stage, group = Stage.DRAINING, sequence.group
         if group.row is None and not group.has_samples:
             self._drained.append(sequence)
@@ -199,7 +206,9 @@ class Planner:
         self._drained = []
 
     def _micro_batch(self) -> list[Sequence]:
-        """The decoding sequences of the next plan: an equal share of all, those that have waited longest."""
+        """Return the decoding sequences of the next plan: an equal share of all, those that have waited
+        longest.
+        """
         most = -(-(len(self._decoding) + len(self._awaited)) // self.limits.micro_batches)
         return self._decoding[:most]
 
@@ -217,12 +226,12 @@ class Planner:
                 self.preempt(beam)
 
     def _shift(self, sequence: Sequence) -> int:
-        """What is added to the rotary positions of a sequence that is admitted."""
+        """Return the number that is added to the rotary positions of a sequence that is admitted."""
         tokens = sequence.num_known if self.limits.recompute_long else len(sequence.prompt)
         return self.limits.max_sequence_tokens if 0 < self.limits.long_prompt_tokens < tokens else 0
 
     def _make_room(self) -> None:
-        """Give every decoding sequence a place for its next token; preempts where no block is free."""
+        """Give every decoding sequence a place for its next token; preempt sequences if no block is free."""
         offsets = self._decode_rows().positions % self.limits.block_tokens
         growing = self.cache.take_sharing()
         if np.count_nonzero(offsets) < len(offsets):
@@ -235,7 +244,9 @@ class Planner:
                 self.preempt(max(running, key=lambda s: s.order))
 
     def _choose_chunks(self, budget: int) -> tuple[list[tuple[Sequence, int, int]], list[SlotStart]]:
-        """(sequence, first, count) of the chunks of prompts, and the starts of the sequences admitted."""
+        """Return (sequence, first, count) of the chunks of prompts, and the starts of the sequences
+        admitted.
+        """
         chunks, starts = [], []
         for sequence in self._prefilling:
             if budget <= 0:
@@ -256,7 +267,7 @@ class Planner:
         return chunks, starts
 
     def _holds_back(self) -> bool:
-        """Whether the free slots are to stay empty for this step, see HELD_SHARE."""
+        """Return whether the free slots stay empty for this step, see HELD_SHARE."""
         limits, free = self.limits, self.cache.num_free_slots
         saturated = 0 < free < limits.max_sequences // HELD_SHARE and len(self.waiting) > free
         if not saturated or not self._decoding or limits.micro_batches > 1 or self._held == HELD_STEPS:
@@ -266,13 +277,18 @@ class Planner:
         return True
 
     def _chunk(self, sequence: Sequence, budget: int) -> tuple[Sequence, int, int]:
-        """(sequence, first, count) of its next chunk. A token that takes another's place in a ring is a chunk
-        of its own: the tokens before it still see the other."""
+        """Return (sequence, first, count) of the next chunk.
+
+        A token that takes another's place in a ring is a chunk alone, because the tokens before it still
+        attend to the replaced one.
+        """
         first, ring = int(self.cache.lengths[sequence.slot]), int(self.cache.rings[sequence.slot])
         return sequence, first, min(sequence.prefill - first, budget, max(ring - first, 1))
 
     def _admit(self) -> Sequence | None:
-        """The first of the queue, with a slot and the blocks of its known tokens; None where it must wait."""
+        """Return the first sequence of the queue, with a slot and the blocks of its known tokens, or None if
+        it must wait.
+        """
         sequence = self.waiting.first()
         # a preempted sequence waits for its tokens in flight: they are part of what is computed again
         if sequence is None or sequence.in_flight or not self.prompts.fits(sequence.group):
@@ -300,7 +316,9 @@ class Planner:
         return sequence
 
     def _prefix(self, sequence: Sequence, shift: int) -> Sequence | None:
-        """Another sample of the prompt that has all of it in the cache, rotated in the same way."""
+        """Return another sample of the prompt that has the whole prompt in the cache, rotated in the same
+        way.
+        """
         length = len(sequence.prompt)
         for other in sequence.group.sequences:
             cached = self.cache.lengths[other.slot] if other.slot >= 0 else 0
@@ -315,8 +333,10 @@ class Planner:
         starts: list[SlotStart],
         beams: list[Sequence],
     ) -> StepPlan:
-        """The arrays of a step. Advances the lengths in the cache and the tokens in flight. sequences: those
-        that decode, the first of _decoding."""
+        """Build the arrays of a step; advance the lengths in the cache and the tokens in flight.
+
+        sequences: those that decode, the first of _decoding.
+        """
         cache, num_decodes, queries = self.cache, len(sequences) + len(beams), 0
         rows = self._decode_rows() if len(sequences) == len(self._decoding) else self._rows_of(sequences)
         slots, adapters, tops = rows.slots, rows.adapters, rows.top_log_probs
@@ -432,7 +452,9 @@ class Planner:
     def _draft_budget(
         self, sequences: list[Sequence], beams: list[Sequence], chunks: list[tuple[Sequence, int, int]]
     ) -> tuple[int, bool]:
-        """(tokens that the decode rows of a step may have beyond one each, whether any may have some)."""
+        """Return (tokens that the decode rows of a step may have beyond one each, whether any may have
+        some).
+        """
         limits, rows = self.limits, len(sequences) + len(beams)
         tokens = rows + sum(count for _, _, count in chunks)
         budget = min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)
@@ -441,8 +463,11 @@ class Planner:
         return budget, simple and all(one.params.top_log_probs < 0 for one in others)
 
     def _advance_drafted(self, sequences: list[Sequence]) -> None:
-        """A row that may have the sequence's last token in flight is not planned again before its tokens are
-        known; with needs_token or micro-batches none is."""
+        """Advance the rows of a step with drafts.
+
+        A row that may have the sequence's last token in flight is not planned again before its tokens are
+        known; with needs_token or micro-batches no row is.
+        """
         rest, lengths = self._decoding[len(sequences) :], self.cache.lengths
         goes_on = []
         for sequence in sequences:
@@ -463,8 +488,11 @@ class Planner:
     def _start_forks(
         self, decodes: list[Sequence], token_ids: np.ndarray, tokens: np.ndarray | None = None
     ) -> list[SlotStart]:
-        """Starts of the forks among the rows that decode; their newest token, which the device does not know,
-        goes to token_ids. tokens: the first token of each row; None: rows have one."""
+        """Return the starts of the forks among the decode rows, and write their newest token, which the
+        device does not know, to token_ids.
+
+        tokens: the first token of each row; None: rows have one.
+        """
         waiting = [sequence for sequence in self._unstarted if sequence.stage is Stage.DECODE]
         forks = [sequence for sequence in waiting if sequence in decodes]
         self._unstarted = [sequence for sequence in waiting if sequence not in decodes]
@@ -474,8 +502,11 @@ class Planner:
         return [self._start(sequence) for sequence in forks]
 
     def _advance_decodes(self, sequences: list[Sequence], rows: _DecodeRows) -> None:
-        """Each row has one more token in flight; a row whose last token is in flight is not planned again.
-        With micro-batches none is, until `resume`."""
+        """Count one more token in flight for each row; a row whose last token is in flight is not planned
+        again.
+
+        With micro-batches no row is, until `resume`.
+        """
         rows.positions = rows.positions + 1
         rows.steps_left -= 1
         self.cache.lengths[rows.slots] = rows.positions
@@ -492,7 +523,7 @@ class Planner:
             self._set_decoding([s for s in self._decoding if s.stage is Stage.DECODE])
 
     def _await(self, sequence: Sequence, length: int) -> None:
-        """The sequence, with `length` tokens in the cache, is not planned before its tokens are known."""
+        """Do not plan the sequence, with `length` tokens in the cache, before its tokens are known."""
         if sequence.group.search is not None:  # BeamPlanner has it
             sequence.stage = Stage.AWAITED
         elif length >= self._last_lengths[sequence.slot] and not sequence.unsettled:
@@ -515,7 +546,7 @@ class Planner:
         return SlotStart(sequence.slot, sequence.params, history, len(sequence.output), sequence.top_p)
 
     def _finish_chunk(self, sequence: Sequence) -> bool:
-        """Whether all known tokens are planned now, so that the row's last token is sampled from."""
+        """Return whether all known tokens are planned now, so that the row's last token is sampled from."""
         length = self.cache.lengths[sequence.slot]
         if length < sequence.prefill:
             return False
@@ -543,17 +574,19 @@ def _mark_beams(plan: StepPlan) -> None:
 
 
 def _adapters(sequences: list[Sequence]) -> np.ndarray:
-    """(n,) int32: the number of each sequence's adapter, -1 for none."""
+    """Return (n,) int32: the number of each sequence's adapter, -1 for none."""
     return np.array([sequence.group.adapter for sequence in sequences], np.int32)
 
 
 def _top_log_probs(sequences: list[Sequence]) -> np.ndarray:
-    """(n,) int32: how many of the most likely tokens each sequence wants, -1 for none."""
+    """Return (n,) int32: how many of the most likely tokens each sequence returns, -1 for none."""
     return np.array([sequence.params.top_log_probs for sequence in sequences], np.int32)
 
 
 def _embeds(chunks: list[tuple[Sequence, int, int]], num_decodes: int) -> list[tuple[int, int]]:
-    """(row, tokens of the prompt in its chunk) for the requests that want the prompt's context embedding."""
+    """Return (row, tokens of the prompt in its chunk) for the requests that return the prompt's context
+    embedding.
+    """
     return [
         (row, max(min(first + count, len(sequence.prompt)) - first, 0))
         for row, (sequence, first, count) in enumerate(chunks, start=num_decodes)

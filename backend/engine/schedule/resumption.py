@@ -1,7 +1,7 @@
-"""Requests that an earlier engine had begun: their sequences continue behind the tokens that were sent.
+"""Requests that an earlier engine had begun: their sequences continue after the tokens that were sent.
 
-A resumed sequence is admitted as a preempted one is: with output. Its draws depend on its seed and on the
-number of its tokens, its penalties and stop words on the tokens themselves, so it goes on with the tokens
+A resumed sequence is admitted like a preempted one: with output. Its draws depend on its seed and on the
+number of its tokens, its penalties and stop words on the tokens themselves, so it continues with the tokens
 that the lost engine would have chosen. Host only: no torch.
 """
 
@@ -20,8 +20,10 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 
 
 def check(submit: Submit, vocab_size: int) -> None:
-    """RequestError where `submit.sent` does not suit the request's sequences. It needs params that are
-    checked."""
+    """Raise RequestError if `submit.sent` does not match the request's sequences.
+
+    The params must be checked before.
+    """
     params = [one.params for one in submit.sequences for _ in range(one.params.num_sequences)]
     if len(submit.sent) != len(params):
         raise RequestError(
@@ -62,7 +64,7 @@ def _are_steps(steps: list[BeamStep], params: SamplingParams, vocab_size: int) -
 
 
 def by_prompt(submit: Submit) -> list[list[Sent]]:
-    """Submit.sent, of each prompt; [] for each prompt of a new request."""
+    """Return Submit.sent of each prompt; [] for each prompt of a new request."""
     found, first = [], 0
     for wanted in submit.sequences:
         found.append(submit.sent[first : first + wanted.params.num_sequences])
@@ -71,7 +73,7 @@ def by_prompt(submit: Submit) -> list[list[Sent]]:
 
 
 def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
-    """Give the sequences of a new group what was sent of them. Those that have ended leave the group."""
+    """Give the sequences of a new group what was sent for them. Sequences that have ended leave the group."""
     if group.search is not None:
         if all(one.ended for one in sent):
             group.sequences.clear()
@@ -89,7 +91,7 @@ def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
 
 
 def end_of(sequence: Sequence) -> Finish | None:
-    """The reason why a resumed sequence has ended already: its last event alone was lost."""
+    """Return the reason why a resumed sequence has already ended: only its last event was lost."""
     if not sequence.output:
         return None
     last = sequence.output.pop()
@@ -126,8 +128,9 @@ def _restore_perf(extra: ExtraOutputs, sent: Sent) -> None:
 
 
 def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:
-    """The first position of the prompt behind those whose logits, `rows` of them, were sent; virtual tokens
-    have none."""
+    """Return the first position of the prompt after those whose logits, `rows` of them, were sent; virtual
+    tokens have none.
+    """
     ordinary = np.flatnonzero(prompt < vocab_size)
     return int(ordinary[min(rows, len(ordinary)) - 1]) + 1 if len(ordinary) else 0
 

@@ -51,7 +51,7 @@ from tridecode.backend.wire.messages import BeamStep, Event, Sent, SequenceReque
 
 
 class Scheduler:
-    """Used by the loop's thread only. `clock` gives monotonic seconds."""
+    """The scheduler, which only the loop's thread uses. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -159,8 +159,10 @@ class Scheduler:
             index += wanted.params.num_sequences
 
     def _begin(self, group: SequenceGroup, wanted: SequenceRequest, index: int, sent: list[Sent]) -> None:
-        """Make the group's sequences, the first one with this index, and queue them. sent: what an earlier
-        engine sent of them; [] for a new request."""
+        """Make the group's sequences, the first one with this index, and queue them.
+
+        sent: what an earlier engine sent for them; [] for a new request.
+        """
         params = wanted.params
         sequence = Sequence(group, index, params)
         self.prompts.hold(group, wanted.learned)
@@ -185,8 +187,10 @@ class Scheduler:
             self._deadlines.push((group.deadline, group.arrival), group)
 
     def _goes_on(self, group: SequenceGroup) -> bool:
-        """Whether a resumed group has anything left to generate. Ends the sequences of which only the last
-        event was lost."""
+        """Return whether a resumed group has anything left to generate.
+
+        If only the last event of a sequence was lost, end that sequence.
+        """
         if not group.sequences:
             self._forget(group)
         elif group.search is not None:
@@ -221,7 +225,10 @@ class Scheduler:
         return child
 
     def cancel(self, door: bytes, request: int) -> None:
-        """End what is left of a request; its blocks are free at once. An unknown one has ended already."""
+        """End the remaining sequences of a request; their blocks are free at once.
+
+        An unknown request has already ended.
+        """
         error = RequestCancelled("the request was cancelled")
         for group in list(self._requests.get((door, request), ())):
             self.counters.cancelled += len(group.sequences) if group.search is None else 1
@@ -235,18 +242,18 @@ class Scheduler:
         self.sessions.end(door, number)
 
     def cancel_door(self, door: bytes) -> None:
-        """The door is gone: end all its requests."""
+        """End all requests of a door that is gone."""
         for owner, request in [key for key in self._requests if key[0] == door]:
             self.cancel(owner, request)
         self.sessions.end_door(door)
 
     def take_events(self) -> list[tuple[bytes, Event]]:
-        """What happened since the last call, in order, each with its door."""
+        """Return the events since the last call, in order, each with its door."""
         events, self._events = self._events, []
         return events
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where there is nothing to do now. Ends the requests that are overdue."""
+        """Return the next step, or None if there is nothing to do now. Requests that are overdue end."""
         while (group := self._deadlines.first()) is not None and group.deadline <= self.clock():
             self._deadlines.pop()
             if group.search is not None:
@@ -296,7 +303,7 @@ class Scheduler:
                 error = no_token_error(sequence) if token == NO_TOKEN else _not_a_number(sequence)
                 self._end(sequence, Finish.ERROR, error)
                 continue
-            if sequence.params.max_tokens == 0:  # the request wants what its prompt gives
+            if sequence.params.max_tokens == 0:  # the request returns results of its prompt
                 self._end(sequence, Finish.LENGTH)
                 continue
             finish = sequence.append(token)
@@ -315,7 +322,8 @@ class Scheduler:
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
-        rows."""
+        rows.
+        """
         assert result.accepted is not None
         tokens, log_probs = result.tokens.tolist(), result.log_probs.tolist()
         accepted, committed, first = result.accepted.tolist(), [], 0
@@ -342,7 +350,7 @@ class Scheduler:
                 error = no_token_error(sequence) if token == NO_TOKEN else _not_a_number(sequence)
                 self._end(sequence, Finish.ERROR, error)
                 return
-            if sequence.params.max_tokens == 0:  # the request wants what its prompt gives
+            if sequence.params.max_tokens == 0:  # the request returns results of its prompt
                 self._end(sequence, Finish.LENGTH)
                 return
             finish = sequence.append(token)
@@ -360,7 +368,9 @@ class Scheduler:
         return log_probs if sequence.params.return_log_probs else []
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
-        """A step ran out of memory: its prompts end with the error, its decoding rows are computed again."""
+        """End the prompts of a step that ran out of memory with the error; its decode rows are computed
+        again.
+        """
         for row, sequence in enumerate(plan.sequences):
             if sequence.stage is Stage.ENDED:
                 continue
@@ -377,7 +387,8 @@ class Scheduler:
 
     def _take_candidates(self, beams: list[Sequence], found: tuple[np.ndarray, np.ndarray]) -> None:
         """Hand each beam of a step its candidates, a row of ids and of log_probs (n, W), most likely first; a
-        group whose beams all have theirs advances."""
+        group whose beams all have theirs advances.
+        """
         for sequence, mine, likely in zip(beams, *found):
             sequence.in_flight -= 1
             search, most = sequence.group.search, 2 * sequence.params.beam_width
@@ -389,7 +400,7 @@ class Scheduler:
                 self._advance(sequence.group, search)
 
     def _advance(self, group: SequenceGroup, search: Search) -> None:
-        """One step of a beam search, and its event or its end."""
+        """Advance a beam search by one step; emit its event or end it."""
         try:
             step = search.advance()
         except ArithmeticError as error:
@@ -458,7 +469,7 @@ class Scheduler:
         self._emit(sequence, tokens or [], log_probs or [], finish.value, text, code)
 
     def _forget(self, group: SequenceGroup) -> None:
-        """The group has ended."""
+        """Forget a group that has ended."""
         self._num_groups -= 1
         self.adapters.release(group)
         self.prompts.release(group)
@@ -469,7 +480,7 @@ class Scheduler:
             self._logits.release(key)
 
     def _keep(self, sequence: Sequence, row: SessionRow, finish: Finish) -> None:
-        """The session indexes the sequence's blocks, unless an error may have left them unwritten."""
+        """Index the sequence's blocks for its session, unless an error may have left them unwritten."""
         held = None
         if sequence.slot >= 0:
             held = self.planner.held(sequence)

@@ -20,7 +20,7 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 
 
 class Finish(str, enum.Enum):
-    """Why a sequence ended; the door receives the value."""
+    """The reason why a sequence ended; the door receives the value."""
 
     END_ID = "end_id"
     STOP_WORD = "stop_word"
@@ -91,15 +91,15 @@ class SequenceGroup:
     has_samples: bool = False  # more than one sequence from the start
     search: Search | None = None  # set for a beam search; `sequences` are the beams that run
     arrived: float = field(default_factory=time.monotonic)
-    queued_s: float = 0.0  # until its first admission; 0.0 before it, and once an event has told it
+    queued_s: float = 0.0  # until its first admission; 0.0 before it, and after an event has reported it
 
     def admitted(self) -> None:
-        """A slot and blocks are assigned; the first time counts."""
+        """Note that a slot and blocks are assigned; only the first time counts."""
         if self.arrived:
             self.queued_s, self.arrived = time.monotonic() - self.arrived, 0.0
 
     def take_queued(self) -> float:
-        """Seconds in the queue, for the first event after the admission; 0.0 for later ones."""
+        """Return the seconds in the queue, for the first event after the admission; 0.0 for later ones."""
         queued_s, self.queued_s = self.queued_s, 0.0
         return queued_s
 
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def top_p(self) -> float:
-        """Its value now: decayed with every output token, reset by top_p_reset_id."""
+        """Return its value now: decayed with every output token, reset by top_p_reset_id."""
         params, top_p = self.params, self.params.top_p
         if params.top_p_decay < 1.0:
             for token in self.output:
@@ -155,7 +155,7 @@ class Sequence:
         return top_p
 
     def known_tokens(self) -> np.ndarray:
-        """(num_known,) int32: the prompt and the output so far."""
+        """Return (num_known,) int32: the prompt and the output so far."""
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
@@ -166,7 +166,7 @@ class Sequence:
         return self._end_of(token)
 
     def end_with(self, token: int) -> Finish | None:
-        """What `append` would return."""
+        """Return what `append` would return."""
         self.output.append(token)
         finish = self._end_of(token)
         self.output.pop()
@@ -183,7 +183,9 @@ class Sequence:
         return None
 
     def _stops(self) -> bool:
-        """Whether the last tokens equal a stop word; it may begin in the prompt, as in FasterTransformer."""
+        """Return whether the last tokens equal a stop word; it may begin in the prompt, as in
+        FasterTransformer.
+        """
         tail = self.output[-self._longest_stop :]
         if len(tail) < self._longest_stop:
             missing = self._longest_stop - len(tail)
@@ -193,14 +195,14 @@ class Sequence:
         )
 
     def take_embedding(self) -> bytes:
-        """The context embedding as float32 bytes, once, with the first token."""
+        """Return the context embedding as float32 bytes, once, with the first token."""
         if self.embedding is None or self.embedding_done:
             return b""
         self.embedding_done = True
         return self.embedding.astype(np.float32).tobytes()
 
     def take_top(self) -> list[TopLogProbs]:
-        """The most likely tokens of the committed step, for the event of its token."""
+        """Return the most likely tokens of the committed step, for the event of its token."""
         top, self.top = self.top, None
         return [] if top is None else [top]
 
@@ -210,7 +212,7 @@ class Sequence:
         return self.extra_outputs is not None and self.extra_outputs.has_news
 
     def split(self, index: int) -> Sequence:
-        """A sequence of the same group with the same tokens, without slot and blocks."""
+        """Return a sequence of the same group with the same tokens, without slot and blocks."""
         self.group.num_forks += 1
         child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
         child.embedding_done = True  # its parent's
@@ -227,7 +229,7 @@ class Sequence:
 
 
 def no_token_error(sequence: Sequence) -> RequestError:
-    """Every id is impossible as the sequence's next token."""
+    """Return the error for a sequence if every id is impossible as its next token."""
     return RequestError(
         f"no token is possible after {len(sequence.prompt)} tokens of prompt and {len(sequence.output)} of "
         "output: bad words, and end ids before min_tokens, exclude every id that the model allows"
@@ -235,8 +237,10 @@ def no_token_error(sequence: Sequence) -> RequestError:
 
 
 def add_samples(first: Sequence) -> None:
-    """The other samples of a prompt: sample i has the seed of the first plus i. They wait until the first has
-    computed the prompt."""
+    """Add the other samples of a prompt: sample i has the seed of the first plus i.
+
+    They wait until the first has computed the prompt.
+    """
     group, params = first.group, first.params
     group.has_samples = True
     for i in range(1, params.num_return_sequences):

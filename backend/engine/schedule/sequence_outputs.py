@@ -1,6 +1,7 @@
-"""What a request may want besides its tokens: logits, the prompt's log probability, performance metrics.
+"""Optional outputs of a request besides its tokens: logits, the prompt's log probability, performance
+metrics.
 
-Host only: no torch. A sequence that wants any of it has `ExtraOutputs`; the others have None, and a step
+Host only: no torch. A sequence that returns any of them has `ExtraOutputs`; the others have None, and a step
 without such sequences does nothing here. `note_step` adds to a plan what it returns
 (parts/returned_logits.py).
 """
@@ -36,20 +37,21 @@ def wants_extra_outputs(params: SamplingParams) -> bool:
 
 
 def needs_prompt(params: SamplingParams) -> bool:
-    """Whether the prompt must run even for a request of no new tokens."""
+    """Return whether the prompt must run even for a request of no new tokens."""
     return params.return_context_embedding or params.return_context_logits or params.return_context_log_prob
 
 
 def logits_bytes(prompt: int, params: SamplingParams, vocab_size: int) -> int:
-    """Of the logits that a sequence returns; prompt: its tokens."""
+    """Return the bytes of the logits that a sequence returns. prompt: the number of its tokens."""
     rows = prompt if params.return_context_logits else 0
     rows += params.max_tokens * params.num_sequences if params.return_generation_logits else 0
     return rows * vocab_size * _ITEM
 
 
 def check_round(params: SamplingParams) -> None:
-    """RequestError for a round of a session that wants what only a computed prompt gives: most of its prompt
-    is in the cache already."""
+    """Raise RequestError for a round of a session that needs results of a computed prompt, because most of
+    its prompt is already in the cache.
+    """
     if params.return_context_logits or params.return_context_log_prob:
         raise RequestError(
             "logits or log probabilities of the prompt are wanted in a session, which does not compute its "
@@ -79,7 +81,9 @@ def note_step(plan: StepPlan, chunks: Items[tuple[Sequence, int, int]]) -> None:
 def _prompt_rows(
     sequence: Sequence, extra: ExtraOutputs, row: int, first: int, count: int
 ) -> list[LogitRows]:
-    """What of a chunk, positions first .. first + count, is the prompt's and was not planned before."""
+    """Return the rows of a chunk, positions first .. first + count, that belong to the prompt and were not
+    planned before.
+    """
     begin, end = max(first, extra.planned), min(first + count, len(sequence.prompt))
     if begin >= end:
         return []
@@ -95,17 +99,21 @@ def _prompt_rows(
 
 
 class LogitsBudget:
-    """Bounds the bytes of logits: of one request, and of all open ones together.
+    """The limit on the bytes of logits: of one request, and of all open ones together.
 
-    most: of one request (max_logits_bytes in config.pbtxt)."""
+    most: of one request (max_logits_bytes in config.pbtxt).
+    """
 
     def __init__(self, most: int, vocab_size: int):
         self._most, self._vocab_size = most, vocab_size
         self._held: dict[object, int] = {}
 
     def reserve(self, key: object, sequences: Items[SequenceRequest], resumed: bool = False) -> None:
-        """Count a request's logits until `release`. RequestError if they are too many, CapacityError if they
-        are too many now. resumed: an engine that is gone had accepted them, so twice as many are allowed."""
+        """Count a request's logits until `release`.
+
+        Raise RequestError if they exceed the limit of a request, CapacityError if they are too many now.
+        resumed: the engine that accepted them is gone, so twice as many are allowed.
+        """
         sizes = [logits_bytes(len(one.prompt) // 4, one.params, self._vocab_size) for one in sequences]
         total = sum(sizes)
         if not total:
