@@ -1,7 +1,4 @@
-"""The planner: it chooses the sequences of the next step and builds the arrays of that step.
-
-Host only: no torch.
-"""
+"""The planner: it chooses the sequences of the next step and builds its arrays. Host only: no torch."""
 
 from __future__ import annotations
 
@@ -112,10 +109,7 @@ class Planner:
         self.waiting.push(sequence.order, sequence)
 
     def fork(self, parent: Sequence, child: Sequence, *, same_token: bool) -> None:
-        """Place a child that has just split off.
-
-        It decodes at once if it can share the parent's cache; otherwise it waits.
-        """
+        """Place a new child: it decodes at once if it can share the parent's cache, otherwise it waits."""
         copy_state = same_token and parent not in self._unstarted
         settled = parent.stage is Stage.DECODE and parent.in_flight == 0
         if not (settled and self.cache.fork(parent, child, copy_state=copy_state)):
@@ -141,9 +135,7 @@ class Planner:
                 self._awaited.pop(sequence, None)
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """Continue to decode the sequences whose tokens in flight are known now, the longest waiting
-        first.
-        """
+        """Continue to decode the sequences whose tokens in flight are known, the longest waiting first."""
         known = [one for one in sequences if one.stage is Stage.AWAITED and not one.in_flight]
         for sequence in known:
             sequence.stage = Stage.DECODE
@@ -206,9 +198,7 @@ class Planner:
         self._drained = []
 
     def _micro_batch(self) -> list[Sequence]:
-        """Return the decoding sequences of the next plan: an equal share of all, those that have waited
-        longest.
-        """
+        """Return the decoding sequences of the next plan: an equal share, the longest waiting first."""
         most = -(-(len(self._decoding) + len(self._awaited)) // self.limits.micro_batches)
         return self._decoding[:most]
 
@@ -244,9 +234,7 @@ class Planner:
                 self.preempt(max(running, key=lambda s: s.order))
 
     def _choose_chunks(self, budget: int) -> tuple[list[tuple[Sequence, int, int]], list[SlotStart]]:
-        """Return (sequence, first, count) of the chunks of prompts, and the starts of the sequences
-        admitted.
-        """
+        """Return (sequence, first, count) of the chunks of prompts, and the starts of admitted sequences."""
         chunks, starts = [], []
         for sequence in self._prefilling:
             if budget <= 0:
@@ -280,15 +268,12 @@ class Planner:
         """Return (sequence, first, count) of the next chunk.
 
         A token that takes another's place in a ring is a chunk alone, because the tokens before it still
-        attend to the replaced one.
-        """
+        attend to the replaced one."""
         first, ring = int(self.cache.lengths[sequence.slot]), int(self.cache.rings[sequence.slot])
         return sequence, first, min(sequence.prefill - first, budget, max(ring - first, 1))
 
     def _admit(self) -> Sequence | None:
-        """Return the first sequence of the queue, with a slot and the blocks of its known tokens, or None if
-        it must wait.
-        """
+        """Return the queue's first sequence with a slot and blocks for its tokens; None if it must wait."""
         sequence = self.waiting.first()
         # a preempted sequence waits for its tokens in flight: they are part of what is computed again
         if sequence is None or sequence.in_flight or not self.prompts.fits(sequence.group):
@@ -316,9 +301,7 @@ class Planner:
         return sequence
 
     def _prefix(self, sequence: Sequence, shift: int) -> Sequence | None:
-        """Return another sample of the prompt that has the whole prompt in the cache, rotated in the same
-        way.
-        """
+        """Return another sample that has the whole prompt in the cache, rotated in the same way."""
         length = len(sequence.prompt)
         for other in sequence.group.sequences:
             cached = self.cache.lengths[other.slot] if other.slot >= 0 else 0
@@ -335,8 +318,7 @@ class Planner:
     ) -> StepPlan:
         """Build the arrays of a step; advance the lengths in the cache and the tokens in flight.
 
-        sequences: those that decode, the first of _decoding.
-        """
+        sequences: those that decode, the first of _decoding."""
         cache, num_decodes, queries = self.cache, len(sequences) + len(beams), 0
         rows = self._decode_rows() if len(sequences) == len(self._decoding) else self._rows_of(sequences)
         slots, adapters, tops = rows.slots, rows.adapters, rows.top_log_probs
@@ -452,9 +434,7 @@ class Planner:
     def _draft_budget(
         self, sequences: list[Sequence], beams: list[Sequence], chunks: list[tuple[Sequence, int, int]]
     ) -> tuple[int, bool]:
-        """Return (tokens that the decode rows of a step may have beyond one each, whether any may have
-        some).
-        """
+        """Return (tokens that a step's decode rows may have beyond one each, whether any row may)."""
         limits, rows = self.limits, len(sequences) + len(beams)
         tokens = rows + sum(count for _, _, count in chunks)
         budget = min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)
@@ -466,8 +446,7 @@ class Planner:
         """Advance the rows of a step with drafts.
 
         A row that may have the sequence's last token in flight is not planned again before its tokens are
-        known; with needs_token or micro-batches no row is.
-        """
+        known; with needs_token or micro-batches no row is."""
         rest, lengths = self._decoding[len(sequences) :], self.cache.lengths
         goes_on = []
         for sequence in sequences:
@@ -491,8 +470,7 @@ class Planner:
         """Return the starts of the forks among the decode rows, and write their newest token, which the
         device does not know, to token_ids.
 
-        tokens: the first token of each row; None: rows have one.
-        """
+        tokens: the first token of each row; None: rows have one."""
         waiting = [sequence for sequence in self._unstarted if sequence.stage is Stage.DECODE]
         forks = [sequence for sequence in waiting if sequence in decodes]
         self._unstarted = [sequence for sequence in waiting if sequence not in decodes]
@@ -502,11 +480,9 @@ class Planner:
         return [self._start(sequence) for sequence in forks]
 
     def _advance_decodes(self, sequences: list[Sequence], rows: _DecodeRows) -> None:
-        """Count one more token in flight for each row; a row whose last token is in flight is not planned
-        again.
+        """Count one more token in flight for each row.
 
-        With micro-batches no row is, until `resume`.
-        """
+        A row whose last token is in flight, or any row with micro-batches, is not planned until `resume`."""
         rows.positions = rows.positions + 1
         rows.steps_left -= 1
         self.cache.lengths[rows.slots] = rows.positions

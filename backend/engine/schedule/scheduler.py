@@ -161,8 +161,7 @@ class Scheduler:
     def _begin(self, group: SequenceGroup, wanted: SequenceRequest, index: int, sent: list[Sent]) -> None:
         """Make the group's sequences, the first one with this index, and queue them.
 
-        sent: what an earlier engine sent for them; [] for a new request.
-        """
+        sent: what an earlier engine sent for them; [] for a new request."""
         params = wanted.params
         sequence = Sequence(group, index, params)
         self.prompts.hold(group, wanted.learned)
@@ -189,8 +188,7 @@ class Scheduler:
     def _goes_on(self, group: SequenceGroup) -> bool:
         """Return whether a resumed group has anything left to generate.
 
-        If only the last event of a sequence was lost, end that sequence.
-        """
+        If only the last event of a sequence was lost, end that sequence."""
         if not group.sequences:
             self._forget(group)
         elif group.search is not None:
@@ -210,8 +208,7 @@ class Scheduler:
         parent: not ended; it has output if `token` is given. index: of the child's events, which carry what
         it generates after the fork. Where the parent decodes and has no token in flight, the child shares its
         cache blocks and copies its sampling state on the device; else the child waits for admission and is
-        computed again. For the loop's thread, between commit and plan.
-        """
+        computed again. For the loop's thread, between commit and plan."""
         child, finish = parent.split(index), None
         self._num_open += 1
         self.planner.num_extra_outputs += child.extra_outputs is not None
@@ -225,10 +222,7 @@ class Scheduler:
         return child
 
     def cancel(self, door: bytes, request: int) -> None:
-        """End the remaining sequences of a request; their blocks are free at once.
-
-        An unknown request has already ended.
-        """
+        """End the remaining sequences of a request; their blocks are free at once. Ignore unknown ones."""
         error = RequestCancelled("the request was cancelled")
         for group in list(self._requests.get((door, request), ())):
             self.counters.cancelled += len(group.sequences) if group.search is None else 1
@@ -322,8 +316,7 @@ class Scheduler:
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
-        rows.
-        """
+        rows."""
         assert result.accepted is not None
         tokens, log_probs = result.tokens.tolist(), result.log_probs.tolist()
         accepted, committed, first = result.accepted.tolist(), [], 0
@@ -368,9 +361,7 @@ class Scheduler:
         return log_probs if sequence.params.return_log_probs else []
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
-        """End the prompts of a step that ran out of memory with the error; its decode rows are computed
-        again.
-        """
+        """End the prompts of a step that ran out of memory with the error; compute its decode rows again."""
         for row, sequence in enumerate(plan.sequences):
             if sequence.stage is Stage.ENDED:
                 continue
@@ -387,8 +378,7 @@ class Scheduler:
 
     def _take_candidates(self, beams: list[Sequence], found: tuple[np.ndarray, np.ndarray]) -> None:
         """Hand each beam of a step its candidates, a row of ids and of log_probs (n, W), most likely first; a
-        group whose beams all have theirs advances.
-        """
+        group whose beams all have theirs advances."""
         for sequence, mine, likely in zip(beams, *found):
             sequence.in_flight -= 1
             search, most = sequence.group.search, 2 * sequence.params.beam_width
