@@ -43,7 +43,7 @@ def test_a_quantised_checkpoint_is_kept_and_proved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
-        ("nf4 nested", {}, "expanded to fp32: bitsandbytes, nf4: weight directories have no such format"),
+        ("nf4 nested", {}, "dequantised to fp32: bitsandbytes, nf4: weight directories have no such format"),
         ("awq", {"keep_quantization": False}, "quantised: awq, 4 bit, groups of 8; 14 matrices"),
     ],
 )
