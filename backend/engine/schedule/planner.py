@@ -482,7 +482,7 @@ class Planner:
     def _advance_decodes(self, sequences: list[Sequence], rows: _DecodeRows) -> None:
         """Count one more token in flight for each row.
 
-        A row whose last token is in flight, or any row with micro-batches, is not planned until `resume`."""
+        One whose last token is in flight is not planned again; with micro-batches none is until `resume`."""
         rows.positions = rows.positions + 1
         rows.steps_left -= 1
         self.cache.lengths[rows.slots] = rows.positions
