@@ -313,7 +313,7 @@ def test_a_graph_places_verifies_and_goes_on(cuda_place: Place):
         place.ops.place_rows(batch, state, block_tokens)
         place.ops.verify(logits, batch, state, **results)
 
-    batch.sample_slots.fill_(-1)
+    batch.sample_slots = place.ints([-1] * count)
     graph = capture(step)
     lengths, last = [3, 0, 30, 64, 17, 5, 9, 1], [9] * 8
     state.lengths.copy_(place.ints(lengths))
