@@ -50,7 +50,7 @@ class Gemms:
 
     def linear(self, call: Call) -> None:
         check_call("linear", call)
-        if call.tokens > 0:
+        if call.x.shape[0] > 0:
             self.kinds[call.linear.kind].linear(call)
 
     def linears(self, products: Sequence[Product]) -> bool:
@@ -59,7 +59,7 @@ class Gemms:
     def project_qkv(self, call: Call, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         check_call("project_qkv", call)
         check_qkv("project_qkv", call.out, heads, batch, cache)
-        if call.tokens > 0:
+        if call.x.shape[0] > 0:
             fields = fields_of_heads(heads, batch, cache)
             self.kinds[call.linear.kind].project(call._replace(heads=heads, head_fields=fields))
 

@@ -19,6 +19,7 @@ import torch
 from tridecode.kernels import gpu as gpu_module
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm import cublas
+from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas import LibraryProducts
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gemm.packed_table import choose_packed
@@ -109,7 +110,7 @@ def test_a_gemm_enters_few_python_functions(
     norm, library = Norm(torch.ones(INPUTS, dtype=torch.bfloat16), None, 1e-5), gemms._gpu.library
 
     def run() -> None:
-        gemms.linear(x, linear, norm, None, None, out)
+        gemms.linear(Call(x, linear, out, norm, None, None))
 
     run()  # plans and buffers are made once
     before = Counter(library.launched)
