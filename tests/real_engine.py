@@ -13,7 +13,7 @@ import torch
 
 from tests.backend.engine.offline_models import offline_engine
 from tridecode.backend.engine.__main__ import door_limits
-from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire import messages as m
@@ -31,17 +31,17 @@ class RealEngine:
 
     def __enter__(self) -> RealEngine:
         self._status = RankStatus()
-        self._front = Front(self.endpoint, self.epoch, self.limits, self._beat)
-        self._loop = DecodeLoop(self.engine, self.scheduler, self._front, self._status)
+        self._doors = DoorSocket(self.endpoint, self.epoch, self.limits, self._beat)
+        self._loop = DecodeLoop(self.engine, self.scheduler, self._doors, self._status)
         self._thread = threading.Thread(target=self._loop.run, name="engine")
         self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._loop.stop()
-        self._front.wake()
+        self._doors.wake()
         self._thread.join(10)
-        self._front.close()
+        self._doors.close()
         assert not self._thread.is_alive(), "the engine's loop did not end"
 
     def _beat(self) -> m.EngineBeat:

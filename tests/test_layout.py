@@ -168,7 +168,7 @@ TORCH_FREE = (
     "backend.engine.schedule.sequence",
     "backend.engine.step.plan",
     "backend.engine.parts",
-    "backend.engine.front",
+    "backend.engine.door_socket",
 )
 
 

@@ -30,7 +30,7 @@ from tridecode.backend.configuration.model_config import ModelConfig, check_rank
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
-from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.loop import DecodeLoop, follow
 from tridecode.backend.engine.ranks.agreement import AgreementError, PeerLost, StepDigest, facts_of
 from tridecode.backend.engine.ranks.join_meeting import join, set_gpu
@@ -169,7 +169,7 @@ def _give_up(link: RankLink, error: BaseException) -> None:
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Run rank 0 (doors, scheduler and loop) until the supervisor sends Stop."""
     scheduler = make_scheduler(engine)
-    front = Front(
+    doors = DoorSocket(
         arguments.endpoint,
         arguments.epoch,
         door_limits(engine),
@@ -177,15 +177,15 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         lambda reason: _give_up(link, TridecodeError(reason)),
     )
     if engine.state.adapters is not None:
-        engine.state.adapters.on_finished = front.wake
-    loop = DecodeLoop(engine, scheduler, front, link.status)
+        engine.state.adapters.on_finished = doors.wake
+    loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
     link.ready()
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
     try:
         loop.run()
     finally:
-        front.close()
+        doors.close()
     engine.ranks.broadcast_plan(None)
     engine.close()
 

@@ -14,7 +14,7 @@ import torch
 from tridecode.backend.base.errors import CapacityError, TridecodeError
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
-from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.plan_queue import End, PlanQueue
@@ -49,8 +49,8 @@ class DecodeLoop:
     the one before are read; with pipeline stages as many steps are in flight as there are stages.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, front: Front, status: Status):
-        self.engine, self.scheduler, self.front, self.status = engine, scheduler, front, status
+    def __init__(self, engine: Engine, scheduler: Scheduler, doors: DoorSocket, status: Status):
+        self.engine, self.scheduler, self.doors, self.status = engine, scheduler, doors, status
         self._stopping = False
         self._seconds = 0.0  # seconds spent in steps
         self._told = 0.0
@@ -61,7 +61,7 @@ class DecodeLoop:
     def stop(self) -> None:
         """Stop after the current step. Any thread."""
         self._stopping = True
-        self.front.wake()
+        self.doors.wake()
 
     def run(self) -> None:
         """Run until `stop`.
@@ -92,10 +92,10 @@ class DecodeLoop:
                 step.wait()
 
     def _take_requests(self, may_wait: bool) -> None:
-        arrived = self.front.drain()
+        arrived = self.doors.drain()
         if may_wait and not arrived and not self.scheduler.can_step:
-            self.front.wait(_IDLE_S)
-            arrived = self.front.drain()
+            self.doors.wait(_IDLE_S)
+            arrived = self.doors.drain()
             if not arrived:
                 self._check_device()
         for door, message in arrived:
@@ -141,11 +141,11 @@ class DecodeLoop:
             self._refuse(door, submit, f"the engine could not accept it: {type(error).__name__}", "INTERNAL")
 
     def _refuse(self, door: bytes, submit: m.Submit, text: str, code: str) -> None:
-        self.front.send([(door, m.Event(submit.request, 0, finish="error", error=text, code=code))])
+        self.doors.send([(door, m.Event(submit.request, 0, finish="error", error=text, code=code))])
 
     def _launch(self) -> tuple[StepPlan, Pending] | None:
         plan = self.scheduler.plan()
-        self.front.send(self.scheduler.take_events())  # events of requests that were cancelled or overdue
+        self.doors.send(self.scheduler.take_events())  # events of requests that were cancelled or overdue
         if plan is None:
             return None
         if not self.status.busy_since:
@@ -164,10 +164,10 @@ class DecodeLoop:
         self.scheduler.abandon(
             plan, CapacityError("the device ran out of memory for this request; try again later")
         )
-        self.front.send(self.scheduler.take_events())
+        self.doors.send(self.scheduler.take_events())
 
     def _commit(self, plan: StepPlan, pending: Pending) -> None:
-        self.front.send(self.scheduler.commit(plan, pending.wait()))
+        self.doors.send(self.scheduler.commit(plan, pending.wait()))
         now = time.monotonic()
         self._seconds += now - self.status.busy_since
         self.status.steps += 1

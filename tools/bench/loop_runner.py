@@ -1,4 +1,4 @@
-"""Requests through the decode loop that serves, over a front without a socket, and a record of every step."""
+"""Requests through the decode loop that serves, over doors without a socket, and a record of every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
-from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.scheduler_factory import limits_of
@@ -24,7 +24,7 @@ from tridecode.tools.bench.measure import Run, Step, output_lengths
 _DOOR = b"bench"
 
 
-class _BatchFront:
+class _BatchDoors:
     """Submits each request at its time, seconds after the start, and stops the loop when all have ended."""
 
     def __init__(self, submits: list[m.Submit], arrivals: Sequence[float]):
@@ -94,16 +94,16 @@ class LoopRunner:
             params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id)
             ids = np.asarray(prompt, np.int32).tobytes()
             submits.append(m.Submit(number, [m.SequenceRequest(ids, params)]))
-        front = _BatchFront(submits, self._arrivals(len(prompts)))
-        loop = _RecordedLoop(self.engine, self.scheduler, cast(Front, front), RankStatus())
-        loop.steps, front.loop = front.run.steps, loop
-        front.started = time.perf_counter()
+        doors = _BatchDoors(submits, self._arrivals(len(prompts)))
+        loop = _RecordedLoop(self.engine, self.scheduler, cast(DoorSocket, doors), RankStatus())
+        loop.steps, doors.loop = doors.run.steps, loop
+        doors.started = time.perf_counter()
         loop.run()
-        found = sum(map(len, front.run.token_times))
+        found = sum(map(len, doors.run.token_times))
         if found != sum(lengths):
             raise TridecodeError(f"{len(prompts)} requests gave {found} tokens; wanted {sum(lengths)}")
-        self._run = front.run
-        return front.ended_at - front.started
+        self._run = doors.run
+        return doors.ended_at - doors.started
 
     def take_run(self) -> Run:
         """Return the record of the last `generate`."""

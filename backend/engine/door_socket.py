@@ -37,7 +37,7 @@ class _Door:
     heard_at: float
 
 
-class Front:
+class DoorSocket:
     """ROUTER at `endpoint`. Requests queue in an inbox that the loop drains; events are sent in the order of
     `send`.
 
@@ -65,13 +65,13 @@ class Front:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(endpoint)
-        bell = f"inproc://front-{id(self)}"
+        bell = f"inproc://doors-{id(self)}"
         self._bell_in = context.socket(zmq.PAIR)
         self._bell_in.bind(bell)
         self._bell_out = context.socket(zmq.PAIR)
         self._bell_out.connect(bell)
         self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="front", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="doors", daemon=True)
         self._thread.start()
 
     def drain(self) -> list[tuple[bytes, Incoming]]:

@@ -16,8 +16,8 @@ import zmq
 
 from tests.fake_engine import LIMITS
 from tests.waiting import wait_until
-from tridecode.backend.engine import front as front_module
-from tridecode.backend.engine.front import Front
+from tridecode.backend.engine import door_socket
+from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.wire import messages as m
 
 PING = m.encode(m.Ping())
@@ -57,8 +57,8 @@ def endpoint():
 
 
 @pytest.fixture
-def front(endpoint):
-    made = Front(endpoint, 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
+def doors(endpoint):
+    made = DoorSocket(endpoint, 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
     yield made
     made.close()
 
@@ -76,19 +76,19 @@ def connect(endpoint):
         door.socket.close(0)
 
 
-def arrived(front: Front, kind: type) -> list:
+def arrived(doors: DoorSocket, kind: type) -> list:
     """The messages of that type that the loop would see next."""
     found: list = []
 
     def some() -> list:
-        found.extend(message for _, message in front.drain() if isinstance(message, kind))
+        found.extend(message for _, message in doors.drain() if isinstance(message, kind))
         return found
 
     wait_until(some, what=kind.__name__)
     return found
 
 
-def test_whoever_has_not_said_hello_is_told_to(front, connect):
+def test_a_door_without_hello_gets_unknown(doors, connect):
     door = connect()
     door.say(m.Ping())
     door.expect(m.Unknown)
@@ -96,37 +96,37 @@ def test_whoever_has_not_said_hello_is_told_to(front, connect):
     door.expect(m.Unknown)
     door.hello()
     door.say(m.Submit(2, []))
-    assert [submit.request for submit in arrived(front, m.Submit)] == [2]
+    assert [submit.request for submit in arrived(doors, m.Submit)] == [2]
 
 
-def test_a_second_connection_of_a_door_cancels_what_the_first_one_left(front, connect):
+def test_a_second_connection_of_a_door_cancels_what_the_first_one_left(doors, connect):
     first, second = connect(), connect()
     first.hello()
     second.hello()
-    arrived(front, m.Goodbye)
+    arrived(doors, m.Goodbye)
     first.say(m.Ping())
     first.expect(m.Unknown)
     second.say(m.Submit(5, []))
-    arrived(front, m.Submit)
+    arrived(doors, m.Submit)
 
 
-def test_a_silent_door_is_dropped_and_told_so(front, connect, monkeypatch):
-    monkeypatch.setattr(front_module, "DOOR_SILENCE_S", 0.5)
+def test_a_silent_door_is_dropped_and_told_so(doors, connect, monkeypatch):
+    monkeypatch.setattr(door_socket, "DOOR_SILENCE_S", 0.5)
     door = connect()
     door.hello()
-    arrived(front, m.Goodbye)
+    arrived(doors, m.Goodbye)
     door.expect(m.Unknown)
 
 
-def test_a_dead_door_is_dropped_without_waiting_for_its_silence(front, connect):
+def test_a_dead_door_is_dropped_without_waiting_for_its_silence(doors, connect):
     process = subprocess.Popen(["sleep", "60"])
     connect(pid=process.pid).hello()
     process.kill()
     process.wait()
-    arrived(front, m.Goodbye)
+    arrived(doors, m.Goodbye)
 
 
-def test_a_deleted_socket_is_there_again_and_old_connections_go_on(front, connect, endpoint):
+def test_a_deleted_socket_is_there_again_and_old_connections_go_on(doors, connect, endpoint):
     old = connect(name="old:1")
     old.hello()
     path = Path(endpoint.removeprefix("ipc://"))
@@ -134,17 +134,17 @@ def test_a_deleted_socket_is_there_again_and_old_connections_go_on(front, connec
     wait_until(path.exists, 3, "the socket")
     connect(name="new:1").hello()
     old.say(m.Submit(7, []))
-    assert [submit.request for submit in arrived(front, m.Submit)] == [7]
+    assert [submit.request for submit in arrived(doors, m.Submit)] == [7]
 
 
-def test_what_does_not_follow_the_protocol_is_dropped(front, connect):
+def test_what_does_not_follow_the_protocol_is_dropped(doors, connect):
     door = connect()
     door.hello()
     for frame in (b"", b"\xc1", b"\x00" * 100, m.encode(m.Stop()), b"\x81\xa4type\xa6submit"):
         door.socket.send(frame)
     door.socket.send_multipart([b"two", b"frames"])
     door.say(m.Submit(8, []))
-    assert [submit.request for submit in arrived(front, m.Submit)] == [8]
+    assert [submit.request for submit in arrived(doors, m.Submit)] == [8]
 
 
 def test_a_failure_of_the_thread_is_told(endpoint):
@@ -153,7 +153,7 @@ def test_a_failure_of_the_thread_is_told(endpoint):
     def beat() -> m.EngineBeat:
         raise RuntimeError("no beat")
 
-    Front(endpoint, 3, LIMITS, beat, told.append)
+    DoorSocket(endpoint, 3, LIMITS, beat, told.append)
     wait_until(lambda: told)
     assert told == ["the thread that serves the doors failed: RuntimeError: no beat"]
 
@@ -163,10 +163,10 @@ def test_a_pause_of_the_engine_counts_against_no_door(connect, endpoint):
         """
         import sys, time
         from tests.fake_engine import LIMITS
-        from tridecode.backend.engine import front
+        from tridecode.backend.engine import door_socket
         from tridecode.backend.wire import messages as m
-        front.DOOR_SILENCE_S = 1.5
-        served = front.Front(sys.argv[1], 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
+        door_socket.DOOR_SILENCE_S = 1.5
+        served = door_socket.DoorSocket(sys.argv[1], 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
         print("ready", flush=True)
         time.sleep(60)
         """
