@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import urllib.request
 from pathlib import Path
@@ -24,6 +25,8 @@ class LlamaCpp:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._server = xllamacpp.Server(params)
+        # Never destroyed: its destructor can hang on a thread that has only just started.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))
 
     def tokenize(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of a text; special tokens in it are taken whole."""
