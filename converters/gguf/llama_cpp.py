@@ -7,6 +7,7 @@ metadata is contained, and the weights are not loaded.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,7 @@ def _serve(path: str) -> None:
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
             ids.append(json.load(answer)["tokens"])
     print(json.dumps(ids), flush=True)
+    os._exit(0)  # the server's destructor can hang on a thread that has only just started
 
 
 if __name__ == "__main__":
