@@ -13,6 +13,7 @@ from tridecode.backend.front.errors import ApiError, bad_request, shown
 from tridecode.backend.front.fields.sampling import NO_EFFECT, REFUSED, Sampled
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.text_request import Prompt, TextRequest
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.wire.messages import Limits, SamplingParams
 from tridecode.backend.wire.sampling_params import check
@@ -39,11 +40,11 @@ def refuse_unsupported(wanted: msgspec.Struct) -> list[str]:
 def stop_words(wanted: Sampled) -> tuple[str, ...]:
     words = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or []
     for word in words:
-        _check_text(word, "stop")
+        check_text(word, "stop")
     return tuple(dict.fromkeys(word for word in words if word))
 
 
-def _check_text(text: str, name: str) -> None:
+def check_text(text: str, name: str) -> None:
     """Refuse halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode("utf-8")
@@ -69,13 +70,13 @@ def sampling_params(
         num_return_sequences=sequences,
         **sampling_rules.drawn(
             limits,
-            temperature=_or(wanted.temperature, 1.0),
-            top_k=_or(wanted.top_k, 0),
-            top_p=_or(wanted.top_p, 1.0) or 1.0,
-            min_p=_or(wanted.min_p, 0.0),
-            repetition_penalty=_or(wanted.repetition_penalty, 1.0),
-            presence_penalty=_or(wanted.presence_penalty, 0.0),
-            frequency_penalty=_or(wanted.frequency_penalty, 0.0),
+            temperature=or_default(wanted.temperature, 1.0),
+            top_k=or_default(wanted.top_k, 0),
+            top_p=or_default(wanted.top_p, 1.0) or 1.0,
+            min_p=or_default(wanted.min_p, 0.0),
+            repetition_penalty=or_default(wanted.repetition_penalty, 1.0),
+            presence_penalty=or_default(wanted.presence_penalty, 0.0),
+            frequency_penalty=or_default(wanted.frequency_penalty, 0.0),
         ),
         seed=_random.getrandbits(64) if wanted.seed is None else wanted.seed % 2**64,
         **_ends(wanted, texts, limits),
@@ -89,8 +90,35 @@ def sampling_params(
     return params
 
 
-def _or(value: Any, default: Any) -> Any:
+def or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def sampled_request(
+    wanted: Sampled,
+    limits: Limits,
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    words: tuple[str, ...],
+    adapter: str,
+    **own: Any,
+) -> TextRequest:
+    """Return a request for prompts, sampled as `wanted` says. own: the other fields of TextRequest."""
+    keep, batch = wanted.truncate_prompt_tokens or 0, len(prompts)
+    return TextRequest(
+        prompts=prompts,
+        params=params,
+        stop_words=[words] * batch,
+        lora_names=[adapter] * batch,
+        priorities=[wanted.priority or 0] * batch,
+        streaming=bool(wanted.stream),
+        exclude=True,
+        show_stop=bool(wanted.include_stop_str_in_output),
+        min_tokens=wanted.min_tokens or 0,
+        keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
+        skip_special=wanted.skip_special_tokens,
+        **own,
+    )
 
 
 def _ends(wanted: Sampled, texts: TextService, limits: Limits) -> dict[str, Any]:
@@ -109,7 +137,7 @@ def _bad_words(words: Sequence[str], texts: TextService, limits: Limits) -> list
             f"bad_words has {len(words):,} words; wanted {request_limits.MAX_WORDS:,} at most"
         )
     for word in words:
-        _check_text(word, "bad_words")
+        check_text(word, "bad_words")
     ids = texts.bad_word_ids([tuple(dict.fromkeys(word for word in words if word))])[0]
     request_limits.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
     return ids

@@ -72,6 +72,10 @@ class TextService:
         """Return SamplingParams.bad_words for each row's words."""
         return bad_word_ids(self.tokenizer.tokenizer, rows)
 
+    def check_texts(self, asked: TextRequest, limits: Limits | None) -> int:
+        """Return the bytes of a request's texts. Raises RequestError if they are too large."""
+        return check_texts(asked, text_limits(limits, self._max_prompt_bytes, self._max_request_bytes))
+
     def prepare(self, asked: TextRequest, client: ClientRequest, limits: Limits) -> PreparedText:
         """Tokenise and check a request, whose events go to client.put_row.
 
@@ -114,7 +118,7 @@ class TextService:
         being prepared, EngineDownError before the first engine was ready; later errors come from the stream.
         """
         limits = self.engine.limits()
-        size = check_texts(asked, text_limits(limits, self._max_prompt_bytes, self._max_request_bytes))
+        size = self.check_texts(asked, limits)
         stream = TextStream(self.engine.link, sink, request_limits.check_label(label))
 
         def begin() -> None:

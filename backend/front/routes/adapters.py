@@ -6,7 +6,6 @@ sees half of one; it reads an adapter, and checks it, when a request names it fi
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -52,7 +51,7 @@ async def _change(request: Request, kind: type[Any], work: Any, done: str) -> Re
         _check_allowed(front)
         check_name(wanted.lora_name)
         folder = Path(front.settings.lora_dir)
-        await asyncio.get_running_loop().run_in_executor(front.model.worker, work, wanted, folder)
+        await front.model.run(True, work, wanted, folder)
     except Exception as error:
         raise front.failed(call, error, kind.__struct_fields__) from error
     front.ended(call)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tridecode.backend.chat.tools import ToolPlan
-from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.answering import answer, event
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.chats.tool_answers import chunks_of, message_of
 from tridecode.backend.front.errors import bad_request
@@ -26,10 +26,10 @@ from tridecode.backend.front.fields.chat import (
 from tridecode.backend.front.fields.sampling import INT32_MAX
 from tridecode.backend.front.logprobs import chat_logprobs
 from tridecode.backend.front.model import ServedModel
-from tridecode.backend.front.reading import Pieces
-from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
+from tridecode.backend.front.sampling import refuse_unsupported, sampled_request, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
+from tridecode.backend.front.tally_writer import TallyWriter
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Piece
 
@@ -71,22 +71,16 @@ def _text_request(
         raise bad_request("top_logprobs is sent and logprobs is not true", "top_logprobs")
     tops = (wanted.top_logprobs or 0) if wanted.logprobs else -1
     count = INT32_MAX if given is None else given
-    keep = wanted.truncate_prompt_tokens or 0
     names = FieldNames(
         "messages", "max_tokens" if wanted.max_completion_tokens is None else "max_completion_tokens", "stop"
     )
-    return TextRequest(
-        prompts=[prompt],
-        params=[sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
-        stop_words=[(*stop_words(wanted), *(() if plan is None else plan.stop))],
-        lora_names=[adapter],
-        priorities=[wanted.priority or 0],
-        streaming=bool(wanted.stream),
-        exclude=True,
-        show_stop=bool(wanted.include_stop_str_in_output),
-        min_tokens=wanted.min_tokens or 0,
-        keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
-        skip_special=wanted.skip_special_tokens,
+    return sampled_request(
+        wanted,
+        limits,
+        [prompt],
+        [sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
+        (*stop_words(wanted), *(() if plan is None else plan.stop)),
+        adapter,
         shown_tokens=() if plan is None else plan.shown_tokens,
         log_probs=tops >= 0,
         add_special_tokens=bool(wanted.add_special_tokens),
@@ -95,33 +89,18 @@ def _text_request(
     )
 
 
-class ChatWriter:
+class ChatWriter(TallyWriter):
     """The answer of /v1/chat/completions."""
 
-    heavy = False
-
     def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str, plan: ToolPlan | None):
-        self._model, self._call, self._wanted, self._name = model, call, wanted, name
+        super().__init__(model, call, Tally(1, wanted.n or 1), wanted.stream, wanted.stream_options)
+        self._wanted, self._name = wanted, name
         self._parsers = [] if plan is None else [plan.parser() for _ in range(wanted.n or 1)]
-        self._tally = Tally(1, wanted.n or 1)
-        options = wanted.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._each_usage = bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
 
     # ------------------------------------------------------------ a stream
 
-    def take(self, pieces: Pieces) -> bytes:
-        streaming = bool(self._wanted.stream)
-        self._tally.add(pieces, keep=not streaming)
-        self._call.prompt_tokens = self._tally.prompt_tokens
-        if not streaming:
-            return b""
-        return b"".join(
-            self._chunks(index, piece) for group in pieces for index, piece in sorted(group.items())
-        )
-
-    def _chunks(self, index: int, piece: Piece) -> bytes:
+    def _events(self, index: int, piece: Piece) -> bytes:
         found = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -147,15 +126,11 @@ class ChatWriter:
         return found
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
-        usage: Any = self._tally.usage if self._each_usage else (None if self._usage else msgspec.UNSET)
-        return event(self._body([choice], usage))
+        return event(self._body([choice], self._event_usage))
 
     def _body(self, choices: list[ChunkChoice], usage: Any) -> ChatChunk:
         fingerprint = self._model.settings.fingerprint
         return ChatChunk(self._call.id, self._call.created, self._name, fingerprint, choices, usage)
-
-    def end(self) -> bytes:
-        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
 
     # ------------------------------------------------------------ a whole answer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.answering import answer, event
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.completions import (
@@ -25,11 +24,18 @@ from tridecode.backend.front.logprobs import completion_logprobs
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.prompt_scores import PromptScores
 from tridecode.backend.front.reading import Pieces
-from tridecode.backend.front.sampling import refuse_unsupported, sampling_params, stop_words
+from tridecode.backend.front.sampling import (
+    check_text,
+    or_default,
+    refuse_unsupported,
+    sampled_request,
+    sampling_params,
+    stop_words,
+)
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
-from tridecode.backend.service.limits import text_limits
-from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest, check_texts
+from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
 from tridecode.backend.text.completion import Piece
 from tridecode.backend.text.token_texts import TextOffsets
 
@@ -85,11 +91,8 @@ def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
         if not isinstance(item, str):
             if not item:
                 raise bad_request("prompt has an empty list of token ids; wanted one id or more", "prompt")
-            continue
-        try:
-            item.encode("utf-8")
-        except UnicodeEncodeError:
-            raise bad_request("prompt is not valid Unicode text", "prompt") from None
+        else:
+            check_text(item, "prompt")
     return items
 
 
@@ -114,22 +117,15 @@ def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) ->
     params = sampling_params(wanted, model.texts, limits, count, sequences, tops)
     if scored:
         params = msgspec.structs.replace(params, return_context_logits=True)
-    words, batch = stop_words(wanted), len(prompts)
-    keep = wanted.truncate_prompt_tokens or 0
-    return TextRequest(
-        prompts=prompts,
-        params=[_seeded(params, row, sequences) for row in range(batch)],
-        stop_words=[words] * batch,
-        lora_names=[adapter] * batch,
-        priorities=[wanted.priority or 0] * batch,
-        streaming=bool(wanted.stream),
-        exclude=True,
-        show_stop=bool(wanted.include_stop_str_in_output),
-        min_tokens=wanted.min_tokens or 0,
-        keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
-        skip_special=wanted.skip_special_tokens,
+    return sampled_request(
+        wanted,
+        limits,
+        prompts,
+        [_seeded(params, row, sequences) for row in range(len(prompts))],
+        stop_words(wanted),
+        adapter,
         log_probs=tops >= 0,
-        add_special_tokens=_or(wanted.add_special_tokens, model.settings.add_special_tokens),
+        add_special_tokens=or_default(wanted.add_special_tokens, model.settings.add_special_tokens),
         cut=wanted.max_tokens is None,
         names=_FIELDS,
     )
@@ -142,9 +138,8 @@ async def _with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
         found = model.tokenizer.ids(asked.prompts, asked.add_special_tokens)
         return [ids[-asked.keep_last :] for ids in found]
 
-    settings = model.settings
-    check_texts(asked, text_limits(model.limits(), settings.max_prompt_bytes, settings.max_request_bytes))
-    prompts = await asyncio.get_running_loop().run_in_executor(model.worker, tokenise)
+    model.texts.check_texts(asked, model.limits())
+    prompts = await model.run(True, tokenise)
     return replace(asked, prompts=prompts, keep_last=0)
 
 
@@ -155,23 +150,17 @@ def _seeded(params: Any, row: int, sequences: int) -> Any:
     return msgspec.structs.replace(params, seed=(params.seed + row * sequences) % 2**64)
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-class CompletionWriter:
+class CompletionWriter(TallyWriter):
     """The answer of /v1/completions."""
 
     def __init__(
         self, model: ServedModel, call: Call, wanted: CompletionRequest, asked: TextRequest, name: str
     ):
-        self._model, self._call, self._wanted, self._name = model, call, wanted, name
-        self._texts = model.token_texts(wanted.skip_special_tokens)
         self._sequences = wanted.best_of or wanted.n or 1
-        self._tally = Tally(len(asked.prompts), self._sequences)
-        options = wanted.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._each_usage = bool(options and options.continuous_usage_stats)
+        tally = Tally(len(asked.prompts), self._sequences)
+        super().__init__(model, call, tally, wanted.stream, wanted.stream_options)
+        self._wanted, self._name = wanted, name
+        self._texts = model.token_texts(wanted.skip_special_tokens)
         self._echoes = self._prompt_texts(asked.prompts) if wanted.echo else []
         lengths = [len(text) for text in self._echoes] or [0] * len(self._tally.rows)
         self._offsets = [TextOffsets(self._texts, length) for length in lengths]
@@ -190,16 +179,9 @@ class CompletionWriter:
     # ------------------------------------------------------------ a stream
 
     def take(self, pieces: Pieces) -> bytes:
-        streaming = bool(self._wanted.stream)
-        self._tally.add(pieces, keep=not streaming)
-        self._call.prompt_tokens = self._tally.prompt_tokens
         if self.heavy:
             self._score(pieces)
-        if not streaming:
-            return b""
-        return b"".join(
-            self._chunk(index, piece) for group in pieces for index, piece in sorted(group.items())
-        )
+        return super().take(pieces)
 
     def _score(self, pieces: Pieces) -> None:
         for group in pieces:
@@ -208,7 +190,7 @@ class CompletionWriter:
                     for _, extra in piece.extras:
                         self._scores[index // self._sequences].add(extra.context_logits)
 
-    def _chunk(self, index: int, piece: Piece) -> bytes:
+    def _events(self, index: int, piece: Piece) -> bytes:
         text = piece.text
         if index in self._unsent:
             self._unsent.discard(index)
@@ -217,13 +199,7 @@ class CompletionWriter:
         if self._wanted.logprobs is not None:
             logprobs = self._logprobs(piece.tops, self._offsets[index])
         choice = CompletionChoice(index, text, logprobs, piece.finish_reason or None)
-        return event(self._body([choice], self._tally.usage if self._each_usage else self._no_usage()))
-
-    def _no_usage(self) -> Any:
-        return None if self._usage else msgspec.UNSET
-
-    def end(self) -> bytes:
-        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
+        return event(self._body([choice], self._event_usage))
 
     # ------------------------------------------------------------ a whole answer
 

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tridecode.backend.front.answering import DONE, answer, event
+from tridecode.backend.front.answering import answer, event
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.fields.answers import Usage
 from tridecode.backend.front.fields.chat import ChatLogprobs
@@ -17,11 +17,12 @@ from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.json_body import convert
 from tridecode.backend.front.logprobs import chat_logprobs
 from tridecode.backend.front.model import ServedModel
-from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.routes.completions import text_request
 from tridecode.backend.front.sampling import refuse_unsupported
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Tally
+from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.text.completion import Piece
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -91,29 +92,16 @@ async def generate(request: Request) -> Response:
     )
 
 
-class GenerateWriter:
+class GenerateWriter(TallyWriter):
     """The answer of /inference/v1/generate. count: of the alternatives that are wanted; None: no log
     probabilities."""
 
-    heavy = False
-
     def __init__(self, model: ServedModel, call: Call, wanted: GenerateRequest, count: int | None, n: int):
-        self._model, self._call, self._wanted, self._count = model, call, wanted, count
-        self._tally = Tally(1, n)
-        options = wanted.stream_options
-        self._usage = bool(options and options.include_usage)
+        super().__init__(model, call, Tally(1, n), wanted.stream, wanted.stream_options)
+        self._count = count
 
-    def take(self, pieces: Pieces) -> bytes:
-        streaming = bool(self._wanted.stream)
-        self._tally.add(pieces, keep=not streaming)
-        self._call.prompt_tokens = self._tally.prompt_tokens
-        if not streaming:
-            return b""
-        return b"".join(
-            event(self._body([self._choice(index, piece.tops, piece.finish_reason)]))
-            for group in pieces
-            for index, piece in sorted(group.items())
-        )
+    def _events(self, index: int, piece: Piece) -> bytes:
+        return event(self._body([self._choice(index, piece.tops, piece.finish_reason)]))
 
     def _choice(self, index: int, steps: Any, finish_reason: str) -> GenerateChoice:
         logprobs = None
@@ -123,9 +111,6 @@ class GenerateWriter:
 
     def _body(self, choices: list[GenerateChoice], usage: Usage | None = None) -> Generated:
         return Generated(self._call.label or self._call.id, choices, usage)
-
-    def end(self) -> bytes:
-        return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE
 
     def whole(self) -> bytes:
         choices = [

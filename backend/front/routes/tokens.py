@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -13,9 +12,9 @@ from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.chat import ChatMessage, ChatRequest
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.routes.status import json_response
+from tridecode.backend.front.sampling import check_text
 from tridecode.backend.front.service import FrontService
-from tridecode.backend.service.limits import text_limits
-from tridecode.backend.service.text_request import FieldNames, TextRequest, check_texts
+from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 _FIELDS = FieldNames("prompt")
@@ -62,16 +61,12 @@ async def tokenize(request: Request) -> Response:
         limits = model.texts.engine.link.limits()
         prompt = await _prompt(model, wanted)
         asked = TextRequest([prompt], [SamplingParams()], [()], [""], [0], False, True, names=_FIELDS)
-        _check_unicode(prompt)
-        check_texts(
-            asked, text_limits(limits, front.settings.max_prompt_bytes, front.settings.max_request_bytes)
-        )
+        check_text(prompt, "prompt")
+        model.texts.check_texts(asked, limits)
         special = wanted.add_special_tokens
         if special is None:  # a chat template writes them itself
             special = wanted.messages is None and front.settings.add_special_tokens
-        ids = await asyncio.get_running_loop().run_in_executor(
-            model.worker, lambda: next(model.tokenizer.ids([prompt], bool(special)))
-        )
+        ids = await model.run(True, lambda: next(model.tokenizer.ids([prompt], bool(special))))
     except Exception as error:
         raise front.failed(call, error, TokenizeRequest.__struct_fields__) from error
     texts = [model.token_texts(False)[token] for token in ids] if wanted.return_token_strs else None
@@ -97,13 +92,6 @@ async def _prompt(model: ServedModel, wanted: TokenizeRequest) -> str:
     return (await model.chats.prompt(chat))[0]
 
 
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise bad_request("prompt is not valid Unicode text", "prompt") from None
-
-
 async def detokenize(request: Request) -> Response:
     front = FrontService.of(request)
     call, wanted = await front.begin(request, "detok", DetokenizeRequest)
@@ -115,9 +103,7 @@ async def detokenize(request: Request) -> Response:
         if wrong is not None:
             raise bad_request(f"tokens has the id {wrong}; the tokenizer has ids below {size}", "tokens")
         view = model.tokenizer.view_of(bool(wanted.skip_special_tokens))
-        text = await asyncio.get_running_loop().run_in_executor(
-            model.worker, lambda: view.text(view.shown(list(wanted.tokens)))
-        )
+        text = await model.run(True, lambda: view.text(view.shown(list(wanted.tokens))))
     except Exception as error:
         raise front.failed(call, error, DetokenizeRequest.__struct_fields__) from error
     front.ended(call)
