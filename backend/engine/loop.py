@@ -53,7 +53,7 @@ class DecodeLoop:
         self.engine, self.scheduler, self.doors, self.status = engine, scheduler, doors, status
         self._stopping = False
         self._seconds = 0.0  # seconds spent in steps
-        self._told = 0.0
+        self._status_at = 0.0
         self._checked = 0.0  # the device
         self.background = [run.begin() for run in engine.background]
         scheduler.on_end += [work.offer for work in self.background]
@@ -179,9 +179,9 @@ class DecodeLoop:
         index = scheduler.cache.index
         if not scheduler.can_step:
             status.busy_since = 0.0
-        if now - self._told < _TELL_S and scheduler.has_work:
+        if now - self._status_at < _TELL_S and scheduler.has_work:
             return
-        self._told = now
+        self._status_at = now
         status.running, status.waiting = scheduler.num_running, scheduler.num_requests
         status.free_blocks, status.total_blocks = index.num_free, index.num_blocks
         status.metrics = {

@@ -58,7 +58,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     if not 1 <= arguments.workers <= MAX_WORKERS:
         raise ConfigError(f"--workers is {arguments.workers}; wanted 1 to {MAX_WORKERS}")
     if arguments.chat_template and not Path(arguments.chat_template).is_file():
-        raise ConfigError(f"--chat-template is {arguments.chat_template}; there is no such file")
+        raise ConfigError(f"--chat-template is {arguments.chat_template}; wanted a file that exists")
     find_format("", arguments.tool_call_parser or None)
     engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
     values = read_repository(engine_dir)

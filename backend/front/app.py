@@ -115,7 +115,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404:
-        text = f"there is no route {shown(request.url.path)}; /openapi.json lists them"
+        text = f"the route {shown(request.url.path)} does not exist; /openapi.json lists the routes"
         return ApiError(404, text, code="unknown_url")
     if error.status_code == 405:
         text = f"{request.url.path} does not take {request.method}"

@@ -60,7 +60,7 @@ class Peer:
     def send(self, message: msgspec.Struct | bytes) -> bool:
         """Send a message or its frame.
 
-        Return False if there is no connection or the socket does not accept it.
+        Return False without a connection, or if the socket does not accept it.
         """
         if self.socket is None:
             return False

@@ -145,7 +145,7 @@ class EngineLink:
         return self._connection.seen_state()
 
     def beat(self) -> m.EngineBeat | None:
-        """Return the engine's last heartbeat; None while there is no engine."""
+        """Return the engine's last heartbeat; None while no engine runs."""
         return self._connection.beat
 
     def silent_s(self) -> float:

@@ -92,8 +92,8 @@ class Supervisor:
         self.front = FrontProcess(place.engine_dir, place.server, follows=last is not None, now=now)
         self._stubs: dict[int, shared_memory.Stub] = {}
         self._rank_identities: set[bytes] = set()
-        self._told: EngineState | None = None
-        self._told_at = -1e9
+        self._sent_state: EngineState | None = None
+        self._sent_at = -1e9
         self._written: state_file.StateFile | None = None
         self._touched_at = 0.0
         self._stubs_at = -1e9
@@ -167,14 +167,17 @@ class Supervisor:
 
     def _tell(self, now: float) -> None:
         state = self.life.state
-        if state == self._told and now - self._told_at < BEAT_S:
+        if state == self._sent_state and now - self._sent_at < BEAT_S:
             return
-        if self._told is None or (state.phase, state.epoch) != (self._told.phase, self._told.epoch):
+        if self._sent_state is None or (state.phase, state.epoch) != (
+            self._sent_state.phase,
+            self._sent_state.epoch,
+        ):
             level = logging.WARNING if state.phase in ("down", "failed") else logging.INFO
             _log.log(level, "engine epoch %d is %s: %s", state.epoch, state.phase, state.detail)
         for identity in [*self.doors.identities, *self._rank_identities]:
             self._send(identity, state)
-        self._told, self._told_at = state, now
+        self._sent_state, self._sent_at = state, now
         self._write_state(now)
 
     def _write_state(self, now: float) -> None:

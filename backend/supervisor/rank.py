@@ -22,7 +22,7 @@ class RankProcess(Protocol):
         """The return code once the process has ended, as subprocess has it."""
 
     def state(self) -> str:
-        """The one-letter state that ps shows; "" if there is no such process."""
+        """Return the one-letter state that ps shows; "" if the process has ended."""
 
     def kill(self) -> None:
         """Send SIGKILL to the process and to its children, which may outlive it."""

@@ -237,7 +237,7 @@ class SafetensorsFile:
 def fingerprint(directory: Path) -> tuple[int, ...]:
     """Return a value that changes when a file of the adapter changes.
 
-    FileNotFoundError if there is no adapter.
+    FileNotFoundError if the folder has no adapter.
     """
     states = [(Path(directory) / name).stat() for name in ("adapter_config.json", TENSOR_FILE)]
     return tuple(number for state in states for number in (state.st_ino, state.st_size, state.st_mtime_ns))

@@ -19,7 +19,7 @@ def stop_running(senders: Senders, stream: Stream) -> None:
 
 
 def stop_rows(stream: Stream) -> None:
-    """End every row with the tokens so far. The sender discards the events while there is no answer."""
+    """End every row with the tokens that it has. The sender discards these events until the answer exists."""
     stream.cancel_rows()
     for row in range(getattr(stream.answer, "num_rows", len(stream.requests))):
         stream.put_row(row, Event(0, 0, finish="stopped"))

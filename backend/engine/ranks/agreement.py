@@ -59,8 +59,8 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-#: told(what, ranks): called at each change with what this rank waits for, and for which ranks
-Told = Callable[[str, "list[int]"], None]
+#: callback (what, ranks): what this rank waits for, and for which ranks, at each change
+OnWait = Callable[[str, "list[int]"], None]
 
 
 # ---------------------------------------------------------------- at the join
@@ -109,9 +109,9 @@ class Meeting:
     limit_s: longest wait for the others, in seconds.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, limit_s: float, told: Told | None = None):
+    def __init__(self, store: Store, rank: int, world: int, limit_s: float, on_wait: OnWait | None = None):
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
-        self._told = told or (lambda what, ranks: None)
+        self._on_wait = on_wait or (lambda what, ranks: None)
         self._gathered = 0
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -140,7 +140,7 @@ class Meeting:
         """Return every rank's value, by rank."""
         self._store.set(f"{key}/{self._rank}", msgspec.msgpack.encode(value).hex())
         missing, deadline = set(range(self._world)) - {self._rank}, time.monotonic() + self._limit_s
-        self._told(what, sorted(missing))
+        self._on_wait(what, sorted(missing))
         found = {self._rank: value}
         while missing:
             come = {rank for rank in missing if self._store.check([f"{key}/{rank}"])}
@@ -149,7 +149,7 @@ class Meeting:
                 found[rank] = msgspec.msgpack.decode(data)
             missing -= come
             if come:
-                self._told(what, sorted(missing))
+                self._on_wait(what, sorted(missing))
             elif time.monotonic() > deadline:
                 text = (
                     f"rank {self._rank} has waited {self._limit_s:.3g} s, {what}, for {ranks_text(missing)}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tridecode.backend.engine.ranks.agreement import Meeting, PeerLost, PlanOrder, Told, seal, unseal
+from tridecode.backend.engine.ranks.agreement import Meeting, OnWait, PeerLost, PlanOrder, seal, unseal
 from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, gpu_name, shares_a_gpu
 from tridecode.backend.engine.step import plan_frame, plan_wire
@@ -55,12 +55,12 @@ GPU = "the synchronisation with its GPU"
 @dataclass(frozen=True)
 class Joining:
     """Settings of a rank's joining. facts: values that must be equal on all ranks. limit_s: longest wait for
-    other ranks while the engine starts. told: called with what this rank waits in, and for which ranks.
+    other ranks while the engine starts. on_wait: called with what this rank waits in, and for which ranks.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 900.0
-    told: Told | None = None
+    on_wait: OnWait | None = None
 
 
 def open_store(meeting: str, rank: int, world: int, limit_s: float) -> Any:
@@ -153,7 +153,9 @@ class ProcessRanks:
         self.peers: PeerSums | None = None  # set by loading.map_peers
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
         store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
-        self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)
+        self._meeting = Meeting(
+            dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.on_wait
+        )
         self._meeting.agree(joining.facts)
         self._connect(dist.PrefixStore("groups", store), world, device)
         self.barrier("joining")

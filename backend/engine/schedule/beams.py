@@ -185,7 +185,7 @@ class BeamSearch:
     # ------------------------------------------------------------ candidates
 
     def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return cum (B, W) float64, -inf where there is no candidate, token ids and log probabilities (B, W)
+        """Return cum (B, W) float64, -inf without a candidate, and token ids and log probabilities (B, W)
         of the candidates of all beams.
 
         An ended beam has one candidate, itself.

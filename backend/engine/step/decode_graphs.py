@@ -32,7 +32,7 @@ def empty_plan(decodes: int, tokens: int, rows: int, samples: int) -> StepPlan:
     """Return a plan that reads and writes nothing.
 
     The first `decodes` of `rows` rows have one token each, the others none; `tokens` may exceed their sum.
-    samples: 0 or 1 for each row.
+    samples: those of each row.
     """
     return StepPlan(
         step=0,
@@ -71,22 +71,22 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
 class Capturer:
     """Captures graphs of `run(batch)` that share one memory pool.
 
-    Capture the largest first, so that the smaller ones fit into the pool. told(text): reports what begins.
+    Capture the largest first, so that the smaller ones fit into the pool. report: called with what begins.
     synchronize: waits for the device. Use it within no_collection.
     """
 
     def __init__(
         self,
         run: Callable[[Batch], object],
-        told: Callable[[str], None],
+        report: Callable[[str], None],
         synchronize: Callable[[], None],
     ):
-        self._run, self._told, self._synchronize = run, told, synchronize
+        self._run, self._report, self._synchronize = run, report, synchronize
         self._pool: Any = None  # pool handle of torch
 
     def __call__(self, batch: Batch, what: str) -> torch.cuda.CUDAGraph:
         """Return a graph of `batch`. what: its name, for reports."""
-        self._told(f"the capture of CUDA graph {what}")
+        self._report(f"the capture of CUDA graph {what}")
         self._run(batch)  # a library's set-up at its first call must not happen during a capture
         self._synchronize()
         graph = torch.cuda.CUDAGraph()

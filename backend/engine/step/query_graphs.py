@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from dataclasses import replace
 from typing import Callable
 
 import numpy as np
 import torch
 
-from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
+from tridecode.backend.engine.step.decode_graphs import Capturer, empty_plan, no_collection
 from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 from tridecode.kernels.operands import Batch
 
@@ -29,19 +30,8 @@ def query_shapes(most_tokens: int, most_queries: int) -> list[tuple[int, int]]:
 def empty_rows(rows: int, queries: int) -> StepPlan:
     """Return a plan of decode rows that read and write nothing, to capture a graph from."""
     tokens = rows * queries
-    return StepPlan(
-        step=0,
-        token_ids=np.zeros(tokens, np.int32),
-        positions=np.zeros(tokens, np.int32),
-        kv_slots=np.full(tokens, -1, np.int32),
-        block_tables=np.zeros((rows, 1), np.int32),
-        context_lens=np.zeros(rows, np.int32),
-        query_starts=np.arange(0, tokens + 1, queries, dtype=np.int32),
-        slots=np.full(rows, -1, np.int32),
-        samples=np.full(rows, queries, np.int32),
-        num_decodes=rows,
-        queries=queries,
-    )
+    starts = np.arange(0, tokens + 1, queries, dtype=np.int32)
+    return replace(empty_plan(rows, tokens, rows, samples=queries), query_starts=starts, queries=queries)
 
 
 class QueryGraphs:
