@@ -144,7 +144,7 @@ class StandInCapturer(Capturer):
     """Runs the batches that a GPU would capture."""
 
     def __call__(self, batch: Batch, what: str) -> Any:
-        self._told(f"the capture of CUDA graph {what}")
+        self._report(f"the capture of CUDA graph {what}")
         self.run()
         self._run(batch)
 
