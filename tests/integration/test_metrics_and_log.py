@@ -90,7 +90,8 @@ def our_lines(server: ServerProcess) -> list[dict]:
 
 def test_counters_of_a_door_that_is_killed_and_loaded_again_go_on(server):
     ask(server)
-    wait_until(lambda: requests_of(server) >= 2, 5, "the request")
+    wait_until(lambda: requests_of(server) >= 1, 5, "the request")
+    time.sleep(2.2)  # every door has published all that was asked before
     before, tokens = requests_of(server), generated(server)
     door = process_of(server, "triton_python_backend_stub", f"/{MODEL}/")
     os.kill(door.pid, signal.SIGKILL)

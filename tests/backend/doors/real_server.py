@@ -43,6 +43,7 @@ class RealServer:
     process: subprocess.Popen
     engine: FakeEngine
     supervisor: FakeSupervisor
+    doors: int  # that have said hello to the engine
 
 
 def write_repository(root: Path, models: list[RepositoryModel]) -> Path:
@@ -93,7 +94,7 @@ def real_server(
         try:
             _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
             urls = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
-            yield RealServer(*urls, log, process, engine, supervisor)
+            yield RealServer(*urls, log, process, engine, supervisor, len(engine.hellos))
             code = process.poll()
             assert code is None, f"the server ended with code {code}:\n{log.read_text(errors='replace')}"
         finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -359,6 +361,19 @@ def test_a_client_that_cancels_frees_the_engine(server, client):
         server.engine.next_token = lambda h, generated, p, v: [*ANSWER_IDS, EOS][generated]
 
 
+@contextlib.contextmanager
+def serving_again(server: RealServer, engine: FakeEngine) -> Iterator[None]:
+    """Give the doors their first engine back, also where the body fails: later tests use it."""
+    before = len(engine.hellos)
+    try:
+        yield
+    finally:
+        engine.step_s = 0.004
+        server.supervisor.set_ready(engine)
+        wait_until(lambda: len(engine.hellos) >= before + server.doors, 20, "every door at its first engine")
+        wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
+
+
 def test_an_engine_that_dies_ends_streams_that_decline_and_serves_again_when_rebuilt(server, client):
     stream = Streaming(client)
     first = server.engine
@@ -376,16 +391,13 @@ def test_an_engine_that_dies_ends_streams_that_decline_and_serves_again_when_reb
     rebuilt = FakeEngine(
         epoch=first.epoch + 1, limits=first.limits, next_token=first.next_token, step_s=0.004
     )
-    with rebuilt:
+    with rebuilt, serving_again(server, first):
         server.supervisor.set_ready(rebuilt)
-        wait_until(lambda: len(rebuilt.hellos) >= len(first.hellos))
+        wait_until(lambda: len(rebuilt.hellos) >= server.doors)
         wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
         assert client.infer("tridecode_health", []).as_numpy("READY").tolist() == [True]
         result = client.infer("fastertransformer", tensors(token_request(2)))
         assert result.as_numpy("output_ids")[0, 0, 3:].tolist() == ANSWER_IDS[:2]
-        first.step_s = 0.004
-        server.supervisor.set_ready(first)
-        wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
 
 
 def test_a_stream_is_unbroken_when_its_engine_dies(server, client):
@@ -399,14 +411,11 @@ def test_a_stream_is_unbroken_when_its_engine_dies(server, client):
     server.supervisor.set_phase("down", "rank 0 was killed by signal 9")
     time.sleep(0.3)
     second = FakeEngine(epoch=first.epoch + 1, limits=first.limits, next_token=first.next_token, step_s=0.004)
-    with second:
+    with second, serving_again(server, first):
         server.supervisor.set_ready(second)
         results += stream.all()
         found = [result.as_numpy("text_output")[0] for result in results if result.get_response().outputs]
         assert b"".join(found) == b"".join(wanted) and len(second.submits) == 1
-        first.step_s = 0.004
-        server.supervisor.set_ready(first)
-        wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
 
 
 def test_the_metrics_page_counts_requests(server, client):
