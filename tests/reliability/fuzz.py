@@ -850,7 +850,9 @@ def send_lethal(service: Service) -> list[LethalRow]:
 
 def lethal_table(rows: Sequence[LethalRow]) -> str:
     cells = [[row.name, row.ended, f"{row.back_s:.1f}", row.complaint or "ok"] for row in rows]
-    return table(["request that aborts Triton 2.51", "its end", "controls back s", "verdict"], cells)
+    return table(
+        ["request that aborts Triton 2.51", "what its client got", "controls back s", "verdict"], cells
+    )
 
 
 def main() -> None:

@@ -113,8 +113,9 @@ class SlowResult:
         rows = [[role, megabytes(count)] for role, count in sorted(self.growth.items())]
         rows.append(["/dev/shm", megabytes(self.shm_growth)])
         head = (
-            f"{self.clients} clients that do not read; slots free {self.freed_s:.1f} s after they had begun, "
-            f"a control among them at most {self.control_s:.1f} s; how they ended: {dict(self.ended)}\n\n"
+            f"{self.clients} clients stopped reading. Their slots were free {self.freed_s:.1f} s after they "
+            f"had begun, and a control request took at most {self.control_s:.1f} s. They ended as "
+            f"{dict(self.ended)}.\n\n"
         )
         return head + table(["process", "grew by"], rows) + "".join(f"\n{one}" for one in self.complaints)
 
@@ -241,10 +242,10 @@ class FloodResult:
         rows = [[role, megabytes(count)] for role, count in sorted(self.growth.items())]
         p50, p99 = 1000 * self.quantile(0.5), 1000 * self.quantile(0.99)
         head = (
-            f"{self.requests:,} requests at once for {SLOTS} slots and {QUEUE} places in the queue: "
-            f"{dict(self.ended)} in {self.seconds:.1f} s; health asked {len(self.health)} times, "
-            f"p50 {p50:.0f} ms, p99 {p99:.0f} ms, false {self.health_false} times; "
-            f"this machine was {1000 * self.late_s:.0f} ms late\n\n"
+            f"{self.requests:,} requests arrived at the same time for {SLOTS} slots and a queue of {QUEUE}. "
+            f"Within {self.seconds:.1f} s they ended as {dict(self.ended)}. {len(self.health)} health probes "
+            f"took {p50:.0f} ms (p50) and {p99:.0f} ms (p99), {self.health_false} were false. "
+            f"The machine's scheduling delay was {1000 * self.late_s:.0f} ms.\n\n"
         )
         return head + table(["process", "grew by"], rows) + "".join(f"\n{one}" for one in self.complaints)
 
@@ -325,7 +326,7 @@ class Slope:
     last: float
     per_hour: float
     unit: str
-    limit: float  # an hour
+    limit: float  # per hour
     resolution: float  # of the measurement: the jumps of a constant value
 
     def over(self, hours: float) -> bool:
@@ -351,8 +352,8 @@ class LeakResult:
             ]
             for slope in self.slopes
         ]
-        head = f"{self.requests:,} requests in {self.seconds:.0f} s after warm-up\n\n"
-        heads = ["process", "what", "at first", "at last", "slope an hour", "limit an hour"]
+        head = f"{self.requests:,} requests in {self.seconds:.0f} s after a warm-up\n\n"
+        heads = ["process", "what", "at first", "at last", "slope / hour", "limit / hour"]
         return head + table(heads, rows) + "".join(f"\n{one}" for one in self.complaints)
 
 
@@ -410,7 +411,7 @@ def leaks(
     crowd.stop(30)
     clients.close()
     complaints = [
-        f"{slope.role}: {slope.unit} {slope.first:.1f} to {slope.last:.1f}, {slope.per_hour:+.2f} an hour"
+        f"{slope.role}: {slope.unit} {slope.first:.1f} to {slope.last:.1f}, {slope.per_hour:+.2f} per hour"
         for slope in slopes
         if growing and (slope.role, slope.unit) in growing
     ]
