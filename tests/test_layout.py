@@ -97,8 +97,6 @@ ALLOWED = {
         "backend.base",
         "backend.chat",
         "backend.configuration",
-        "backend.doors.monitoring.metric_table",
-        "backend.doors.monitoring.request_log",
         "backend.service",
         "backend.supervisor.processes",
         "backend.supervisor.runtime_dir",

@@ -15,9 +15,10 @@ from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.answers.stream import FINAL
 from tridecode.backend.doors.door import refusal
 from tridecode.backend.doors.door_settings import read_settings
-from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
+from tridecode.backend.doors.monitoring.request_lines import line_of
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.requests.envelope import read_label
+from tridecode.backend.service.monitoring.request_log import RequestLog
 from tridecode.backend.wire.taken_requests import TakenRequests
 
 

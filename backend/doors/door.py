@@ -19,7 +19,7 @@ from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
-from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
+from tridecode.backend.doors.monitoring.request_lines import line_of
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.requests.envelope import (
     Envelope,
@@ -34,6 +34,7 @@ from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.service.engine_service import EngineService, Submission
 from tridecode.backend.service.error_texts import internal_error, public_text, with_label
 from tridecode.backend.service.limits import check_label
+from tridecode.backend.service.monitoring.request_log import RequestLog
 from tridecode.backend.service.preparation import Preparation
 from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.taken_requests import TakenRequests

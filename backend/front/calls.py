@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tridecode.backend.doors.monitoring.request_log import RequestLine
+from tridecode.backend.service.monitoring.request_log import RequestLine, short_error, short_id
 from tridecode.backend.text.completion import Piece
 
 #: status of the answer -> outcome, for the log and the metrics
@@ -12,7 +12,6 @@ _OUTCOMES = {
     400: "invalid_arg", 401: "unauthenticated", 404: "not_found", 413: "invalid_arg", 429: "unavailable",
     499: "cancelled", 503: "unavailable", 504: "cancelled",
 }  # fmt: skip
-_MAX_ERROR, _MAX_ID = 400, 200  # characters in a line of the log
 
 
 class Call:
@@ -62,7 +61,7 @@ class Call:
     def line(self) -> RequestLine:
         return RequestLine(
             time.time(),
-            self.label[:_MAX_ID],
+            short_id(self.label),
             self.outcome if self.status in (200, 499, 504) else f"{self.outcome}_{self.status}",
             ",".join(sorted(self.finishes)) if self.outcome == "ok" else "",
             self.prompt_tokens,
@@ -71,5 +70,5 @@ class Call:
             None,
             self.first_token_s,
             self.total_s,
-            self.error[:_MAX_ERROR],
+            short_error(self.error),
         )

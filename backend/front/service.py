@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.doors.monitoring.request_log import RequestLog
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import ApiError, api_error
@@ -19,6 +18,7 @@ from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.process.counts import Counts
 from tridecode.backend.front.settings import FrontSettings
 from tridecode.backend.service.limits import check_label
+from tridecode.backend.service.monitoring.request_log import RequestLog
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

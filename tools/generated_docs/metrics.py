@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from tridecode.backend.doors.monitoring.metric_table import (
+from tridecode.backend.service.monitoring.metric_table import (
     BEAT_METRICS,
     BUCKETS,
     DOOR_METRICS,

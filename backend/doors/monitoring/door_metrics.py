@@ -22,7 +22,9 @@ from tridecode.backend.doors.monitoring.metric_families import (
     Totals,
     publishing,
 )
-from tridecode.backend.doors.monitoring.metric_table import (
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.monitoring.metric_table import (
     BEAT_METRICS,
     BUCKETS,
     DOOR_METRICS,
@@ -32,8 +34,6 @@ from tridecode.backend.doors.monitoring.metric_table import (
     REPEATED,
     Metric,
 )
-from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
-from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.service.open_requests import ResumeCounts
 from tridecode.backend.wire.messages import EngineBeat
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.doors.monitoring.metric_table import BUCKETS, COUNTER, GAUGE, HISTOGRAM, Metric
+from tridecode.backend.base.histogram import bound_labels
+from tridecode.backend.service.monitoring.metric_table import BUCKETS, COUNTER, GAUGE, HISTOGRAM, Metric
 
 Labels = dict[str, str]
 _LOCK_S = 0.1  # longest wait for another door that is publishing the same engine
@@ -85,11 +86,6 @@ def _immortal(thing: Any) -> Any:
     return thing
 
 
-def bound_labels(bounds: Sequence[float]) -> list[str]:
-    """Return the values of the label `le`."""
-    return [*(f"{bound:g}" for bound in bounds), "+Inf"]
-
-
 class BucketCounters:
     """Publishes a histogram of kind BUCKETS from counts that are accumulated elsewhere.
 
@@ -99,11 +95,11 @@ class BucketCounters:
     def __init__(self, families: Families, row: Metric, labels: Labels):
         self._families, self._row, self._labels = families, row, labels
         self._bounds = bound_labels(row.bounds)
-        self._published = [0] * len(self._bounds)
+        self._published: list[float] = [0] * len(self._bounds)
         self._published_sum = 0.0
         families.create(row, labels)
 
-    def publish(self, counts: Sequence[int], total: float) -> None:
+    def publish(self, counts: Sequence[float], total: float) -> None:
         """counts: per bucket, not cumulative, since the start. total: sum of all values."""
         new = [now - before for now, before in zip(counts, self._published)]
         if not any(new):

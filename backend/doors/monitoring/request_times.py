@@ -7,27 +7,19 @@ door_metrics.py and request_log.py read the results when the request has ended.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from tridecode.backend.doors.monitoring.metric_table import GAP_BOUNDS
+from tridecode.backend.base.histogram import Histogram
+from tridecode.backend.service.monitoring.metric_table import GAP_BOUNDS
 from tridecode.backend.text.completion import FINISH_REASONS
 from tridecode.backend.wire.messages import Event
 
 
-class GapCounts:
-    """Histogram of the gaps between deliveries. One thread adds; others may read growing values.
-
-    counts: per bucket of GAP_BOUNDS, not cumulative; the last one counts longer gaps.
-    """
+class GapCounts(Histogram):
+    """Histogram of the gaps between deliveries, in seconds."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(GAP_BOUNDS) + 1)
-        self.sum = 0.0  # seconds
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
-        self.sum += seconds
+        super().__init__(GAP_BOUNDS)
 
 
 class RequestTimes:

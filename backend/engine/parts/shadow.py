@@ -16,6 +16,7 @@ from typing import Callable, Protocol
 import numpy as np
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.histogram import Histogram
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS, EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.parts.background import Background
@@ -87,8 +88,8 @@ class ShadowRuns(Background):
         self._seconds = 0.0
         self._tokens = self._agreeing = 0
         self._kl = 0.0
-        self._kls = Histogram("shadow_kl", KL_BOUNDS)
-        self._agreements = Histogram("shadow_agreement", AGREEMENT_BOUNDS)
+        self._kls = Histogram(KL_BOUNDS)
+        self._agreements = Histogram(AGREEMENT_BOUNDS)
 
     @classmethod
     def resolve(cls, model: ModelConfig, config: EngineConfig, device_type: str) -> EngineConfig:
@@ -174,29 +175,15 @@ class ShadowRuns(Background):
             "shadow_tokens": self._tokens,
             "shadow_tokens_agreeing": self._agreeing,
             "shadow_tokens_kl": self._kl,
-            **self._kls.metrics(),
-            **self._agreements.metrics(),
+            **beat_values("shadow_kl", self._kls),
+            **beat_values("shadow_agreement", self._agreements),
         }
 
 
-class Histogram:
-    """A Prometheus histogram: cumulative counts at upper bounds, the sum and the count of the values."""
-
-    def __init__(self, name: str, bounds: tuple[float, ...]):
-        self._name, self._bounds = name, bounds
-        self._counts = [0] * len(bounds)
-        self._sum, self._count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        self._sum, self._count = self._sum + value, self._count + 1
-        for index, bound in enumerate(self._bounds):
-            self._counts[index] += value <= bound
-
-    def metrics(self) -> dict[str, float]:
-        name = self._name
-        buckets = {f'{name}_bucket{{le="{b:g}"}}': n for b, n in zip(self._bounds, self._counts)}
-        last = {f'{name}_bucket{{le="+Inf"}}': self._count, f"{name}_sum": self._sum}
-        return {**buckets, **last, f"{name}_count": self._count}
+def beat_values(name: str, histogram: Histogram) -> dict[str, float]:
+    """Return a histogram as values of EngineBeat.metrics."""
+    buckets = {f'{name}_bucket{{le="{label}"}}': count for label, count in histogram.buckets().items()}
+    return {**buckets, f"{name}_sum": histogram.sum, f"{name}_count": sum(histogram.counts)}
 
 
 def is_chosen(number: str, seed: int, share: float) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from tridecode.backend.doors.monitoring.metric_table import (
+from tridecode.backend.base.histogram import Histogram, bound_labels, num_cells
+from tridecode.backend.front.calls import Call
+from tridecode.backend.service.monitoring.metric_table import (
     BEAT_METRICS,
     DOOR_METRICS,
     ENGINE_METRICS,
@@ -20,7 +21,6 @@ from tridecode.backend.doors.monitoring.metric_table import (
     REPEATED,
     Metric,
 )
-from tridecode.backend.front.calls import Call
 from tridecode.backend.wire.messages import EngineBeat
 
 OUTCOMES = ("ok", "invalid_arg", "unsupported", "unavailable", "cancelled", "not_found", "internal")
@@ -40,13 +40,22 @@ def _layout() -> dict[tuple[str, str], int]:
     """(metric, label) -> its place in a slot."""
     names = [(_REQUESTS.name, outcome) for outcome in OUTCOMES]
     names += [(row.name, "") for row in (_PROMPT, _OUTPUT, _CHUNKS, _CONNECTIONS)]
-    for row in _HISTOGRAMS:
-        names += [(row.name, str(bound)) for bound in row.bounds] + [(row.name, "+Inf"), (row.name, "sum")]
     return {name: place for place, name in enumerate(names)}
 
 
 _PLACES = _layout()
-_BYTES = 8 * len(_PLACES)
+_SIZE = len(_PLACES) + sum(num_cells(row.bounds) for row in _HISTOGRAMS)  # numbers in a slot
+_BYTES = 8 * _SIZE
+
+
+def _histograms(slot: memoryview[float]) -> list[Histogram]:
+    """The histograms of a slot, stored behind its other numbers; one for each of _HISTOGRAMS."""
+    found, begin = [], len(_PLACES)
+    for row in _HISTOGRAMS:
+        end = begin + num_cells(row.bounds)
+        found.append(Histogram(row.bounds, slot[begin:end]))
+        begin = end
+    return found
 
 
 def shared_counts(workers: int) -> int:
@@ -61,9 +70,9 @@ class Counts:
 
     def __init__(self, fd: int, number: int, workers: int):
         memory = memoryview(mmap.mmap(fd, _BYTES * workers)).cast("d")
-        size = len(_PLACES)
-        self._slots = [memory[i * size : (i + 1) * size] for i in range(workers)]
-        self._mine = self._slots[number]
+        self._slots = [memory[i * _SIZE : (i + 1) * _SIZE] for i in range(workers)]
+        self._histograms = [_histograms(slot) for slot in self._slots]
+        self._mine, self._own = self._slots[number], self._histograms[number]
         self.set(_CONNECTIONS, 0)
 
     def add(self, row: Metric, value: float = 1.0, label: str = "") -> None:
@@ -81,17 +90,10 @@ class Counts:
         self.add(_PROMPT, call.prompt_tokens)
         self.add(_OUTPUT, call.output_tokens)
         self.add(_CHUNKS, call.chunks)
-        first, each, whole = _HISTOGRAMS
-        self._observe(first, call.first_token_s)
-        self._observe(each, call.per_token_s)
-        self._observe(whole, call.total_s if call.outcome == "ok" else None)
-
-    def _observe(self, row: Metric, seconds: float | None) -> None:
-        if seconds is not None:
-            bounds = row.bounds
-            place = bisect_left(bounds, seconds)
-            self.add(row, label=str(bounds[place]) if place < len(bounds) else "+Inf")
-            self.add(row, seconds, "sum")
+        whole_s = call.total_s if call.outcome == "ok" else None
+        for histogram, seconds in zip(self._own, (call.first_token_s, call.per_token_s, whole_s)):
+            if seconds is not None:
+                histogram.add(seconds)
 
     def _sum(self, row: Metric, label: str = "") -> float:
         place = _PLACES[row.name, label]
@@ -102,8 +104,8 @@ class Counts:
     def page(self, beats: Iterable[EngineBeat | None], ready: Iterable[bool]) -> str:
         """Return all workers' counters and the engines' heartbeats, in Prometheus' text format."""
         lines = list(self._counters())
-        for row in _HISTOGRAMS:
-            lines += self._histogram(row)
+        for row, workers in zip(_HISTOGRAMS, zip(*self._histograms)):
+            lines += _histogram_lines(row, workers)
         lines += _engine_lines(list(beats), list(ready))
         return "\n".join(lines) + "\n"
 
@@ -119,19 +121,22 @@ class Counts:
             yield from _head(row)
             yield f"{row.name} {_number(self._sum(row))}"
 
-    def _histogram(self, row: Metric) -> Iterator[str]:
-        yield from _head(row)
-        total = 0.0
-        for bound in [*map(str, row.bounds), "+Inf"]:
-            total += self._sum(row, bound)
-            yield f'{row.name}_bucket{{model="{_MODEL}",le="{bound}"}} {_number(total)}'
-        yield f'{row.name}_sum{{model="{_MODEL}"}} {self._sum(row, "sum")!r}'
-        yield f'{row.name}_count{{model="{_MODEL}"}} {_number(total)}'
-
 
 def _head(row: Metric) -> tuple[str, str]:
     kind = "histogram" if row.kind == "buckets" else row.kind
     return f"# HELP {row.name} {row.help}", f"# TYPE {row.name} {kind}"
+
+
+def _histogram_lines(row: Metric, workers: Sequence[Histogram]) -> Iterator[str]:
+    """Yield the samples of a histogram that several workers share."""
+    yield from _head(row)
+    columns = zip(*(one.counts for one in workers))
+    total = 0.0
+    for label, column in zip(bound_labels(row.bounds), columns):
+        total += sum(column)
+        yield f'{row.name}_bucket{{model="{_MODEL}",le="{label}"}} {_number(total)}'
+    yield f'{row.name}_sum{{model="{_MODEL}"}} {sum(one.sum for one in workers)!r}'
+    yield f'{row.name}_count{{model="{_MODEL}"}} {_number(total)}'
 
 
 def _number(value: float) -> str:

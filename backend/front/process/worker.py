@@ -18,7 +18,6 @@ import uvicorn
 import uvloop
 
 from tridecode.backend.base import log_format
-from tridecode.backend.doors.monitoring.request_log import RequestLog
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.app import application
 from tridecode.backend.front.model import ServedModel
@@ -27,6 +26,7 @@ from tridecode.backend.front.process.http_protocol import protocol
 from tridecode.backend.front.reading import Bells
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.settings import FrontSettings
+from tridecode.backend.service.monitoring.request_log import RequestLog
 from tridecode.backend.supervisor import processes
 
 #: seconds that open requests get after SIGTERM

@@ -12,7 +12,7 @@ from tests.backend.doors.metrics_page import families, quantile, text_of, value
 from tests.backend.doors.real_server import real_server
 from tests.integration.clients import post, stream, text_inputs
 from tests.waiting import wait_until
-from tridecode.backend.doors.monitoring.metric_table import ALL_METRICS, BUCKETS, DOOR_METRICS
+from tridecode.backend.service.monitoring.metric_table import ALL_METRICS, BUCKETS, DOOR_METRICS
 from tridecode.model_repo_templates.repository import repository_models
 
 pytestmark = pytest.mark.server

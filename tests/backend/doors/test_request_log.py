@@ -18,8 +18,9 @@ from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import wait_until
 from tridecode.backend.base import log_format
 from tridecode.backend.doors import text
-from tridecode.backend.doors.monitoring.request_log import RequestLine, RequestLog, as_json, line_of
+from tridecode.backend.doors.monitoring.request_lines import line_of
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.service.monitoring.request_log import RequestLine, RequestLog, as_json
 from tridecode.backend.wire.messages import Event
 
 

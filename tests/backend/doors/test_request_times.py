@@ -12,8 +12,8 @@ from tests import fake_triton
 from tridecode.backend.doors.monitoring import request_times
 from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
 from tridecode.backend.doors.monitoring.metric_families import BucketCounters, Families, Totals, publishing
-from tridecode.backend.doors.monitoring.metric_table import BEAT_METRICS, BUCKETS, Metric
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.service.monitoring.metric_table import BEAT_METRICS, BUCKETS, Metric
 from tridecode.backend.service.open_requests import ResumeCounts
 from tridecode.backend.wire.messages import BeamStep, EngineBeat, Event
 

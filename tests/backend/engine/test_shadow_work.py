@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tridecode.backend.base.histogram import Histogram
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.parts.shadow import Histogram, Job, ShadowRuns, is_chosen
+from tridecode.backend.engine.parts.shadow import Job, ShadowRuns, beat_values, is_chosen
 from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup
 from tridecode.backend.wire.sampling_params import SamplingParams
 
@@ -142,19 +143,19 @@ def test_a_time_share_of_nothing_waits_for_an_idle_engine() -> None:
 
 def test_histograms_are_those_of_prometheus() -> None:
     bounds, values = (0.1, 0.5, 1.0), [0.05, 0.1, 0.3, 0.5, 0.7, 1.0, 3.0]
-    histogram = Histogram("h", bounds)
+    histogram = Histogram(bounds)
     for value in values:
         histogram.add(value)
     ordered = sorted(values)
     wanted = {f'h_bucket{{le="{bound:g}"}}': bisect.bisect_right(ordered, bound) for bound in bounds}
     wanted |= {'h_bucket{le="+Inf"}': 7, "h_sum": pytest.approx(sum(values)), "h_count": 7}
-    assert histogram.metrics() == wanted
+    assert beat_values("h", histogram) == wanted
 
 
 #: what may name shadow runs besides their two files: the tables of parts, settings, metrics and GPU tests
 TABLES = {
     "backend/configuration/engine_config.py",
-    "backend/doors/monitoring/metric_table.py",
+    "backend/service/monitoring/metric_table.py",
     "backend/engine/device/parts/table.py",
     "backend/engine/parts/table.py",
     "model_repo_templates/fastertransformer.pbtxt.jinja",

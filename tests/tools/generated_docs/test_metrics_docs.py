@@ -7,10 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.doors.monitoring.metric_table import ALL_METRICS, ENGINE_METRICS, REPEATED
 from tridecode.backend.engine import loop
 from tridecode.backend.engine.parts import shadow
 from tridecode.backend.engine.schedule.admission import Counters
+from tridecode.backend.service.monitoring.metric_table import ALL_METRICS, ENGINE_METRICS, REPEATED
 from tridecode.tools.generated_docs.metrics import COMMAND, PAGE, main
 
 

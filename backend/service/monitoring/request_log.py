@@ -1,7 +1,7 @@
 """The request log: one line per request when it ends, also if refused. No line has text of a prompt.
 
-Lines go to stderr, like tritonserver's own. A separate thread writes them, and a door only appends to a list:
-neither a flood of refused requests nor a stalled reader of the log can delay a request. Lines beyond
+Lines go to stderr, like tritonserver's own. A separate thread writes them, and a front end only appends to a
+list: neither a flood of refused requests nor a stalled reader of the log can delay a request. Lines beyond
 LINES_PER_S are dropped and counted.
 """
 
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tridecode.backend.base import log_format
-from tridecode.backend.doors.monitoring.request_times import RequestTimes
 
-#: lines of one door per second; the requests beyond are summarised in one line per second
+#: lines of one front end per second; the requests beyond are summarised in one line per second
 LINES_PER_S = 500
 _EVERY_S = 0.2
 _MAX_ERROR = 400  # characters
@@ -46,27 +45,13 @@ class RequestLine:
     error: str = ""
 
 
-def line_of(
-    times: RequestTimes, label: str, outcome: str, answer: Any, sequences: int, error: str
-) -> RequestLine:
-    """Return the line of a request that ends now.
+def short_id(text: str) -> str:
+    """Cut a client's request id to the length that a line has room for."""
+    return _short(text, _MAX_ID)
 
-    answer: its Answer, None if it was refused before it had one.
-    """
-    known = () if answer is None else getattr(answer, "finish_reasons", ())
-    return RequestLine(
-        time.time(),
-        _short(label, _MAX_ID),
-        outcome,
-        times.finish_reasons(known) if outcome == "ok" else "",
-        times.prompt_tokens,
-        0 if answer is None else answer.num_output_tokens,
-        sequences,
-        times.queued_s,
-        times.first_token_s,
-        times.total_s,
-        _short(error, _MAX_ERROR),
-    )
+
+def short_error(text: str) -> str:
+    return _short(text, _MAX_ERROR)
 
 
 def _short(text: str, most: int) -> str:

@@ -1,0 +1,1 @@
+"""The metrics and the request log of a front end, whichever protocol it speaks."""
