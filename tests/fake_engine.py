@@ -449,6 +449,10 @@ class FakeSupervisor:
     def set_phase(self, phase: str, detail: str) -> None:
         self._changes.append(msgspec.structs.replace(self._state, phase=phase, detail=detail))
 
+    def drain(self) -> None:
+        """Say that the server is about to end."""
+        self._changes.append(msgspec.structs.replace(self._state, draining=True))
+
     def forget_doors(self) -> None:
         """Forget all doors, like a supervisor that was restarted."""
         self._forget.set()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, TypeVar
 
-from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.backend.front.chats.prompts import ChatPrompts
 from tridecode.backend.front.errors import ApiError, shown
 from tridecode.backend.front.reading import Bells, Reader
@@ -145,8 +145,10 @@ class ServedModel:
     def beats(self) -> list[EngineBeat | None]:
         return [texts.engine.link.beat() for texts in self._engines]
 
-    def ready(self) -> bool:
-        return any(state.phase == "ready" for state in self.states())
+    def check_open(self) -> None:
+        """Raise EngineDownError once the server drains: open requests continue, new ones would be cut off."""
+        if any(state.draining for state in self.states()):
+            raise EngineDownError("the server is about to stop and takes no new requests")
 
     async def prepare(self) -> None:
         """Make what the first chat would wait for. Errors are left to that chat."""

@@ -40,6 +40,7 @@ class FrontService:
         field request_id, else of the header. Raises ApiError, once the call has ended."""
         call = Call(f"{prefix}-{uuid.uuid4().hex}", "")
         try:
+            self.model.check_open()
             call.label = _label(request.headers.get("x-request-id", ""))
             wanted = parse(await read_body(request, self.settings.max_body_bytes), kind)
             call.label = _label(getattr(wanted, "request_id", None) or call.label)

@@ -40,6 +40,11 @@ class DoorBook:
         return sum(not door.hello.guest for door in self._doors.values())
 
     @property
+    def guests(self) -> int:
+        """Number of front ends that the engine does not stay for."""
+        return len(self._doors) - len(self)
+
+    @property
     def identities(self) -> list[bytes]:
         return list(self._doors)
 

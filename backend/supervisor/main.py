@@ -157,16 +157,23 @@ class Supervisor:
         if self.doors.hello(identity, hello, now):
             _log.info("door %s (pid %d) has come", hello.door, hello.pid)
             self.life.new_door(now, alone)
-        self.front.hear(hello)
-        self._send(identity, self.life.state)
+        if self.place.number == 0:  # which alone starts it, and ends it
+            self.front.hear(hello)
+        self._send(identity, self._state())
 
     # ------------------------------------------------------------ sending
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
         self._socket.send_multipart([identity, encode(message)])
 
+    def _state(self) -> EngineState:
+        return msgspec.structs.replace(self.life.state, draining=self._draining())
+
+    def _draining(self) -> bool:
+        return (self.place.folder.parent / runtime_dir.DRAINING).exists()
+
     def _tell(self, now: float) -> None:
-        state = self.life.state
+        state = self._state()
         if state == self._sent_state and now - self._sent_at < BEAT_S:
             return
         if self._sent_state is None or (state.phase, state.epoch) != (
@@ -182,7 +189,9 @@ class Supervisor:
 
     def _write_state(self, now: float) -> None:
         running, waiting = self.life.load
-        content = state_file.StateFile(self.life.state, self.place.engine_dir, os.getpid(), running, waiting)
+        content = state_file.StateFile(
+            self._state(), self.place.engine_dir, os.getpid(), running, waiting, self.doors.guests
+        )
         if content == self._written and now - self._touched_at <= state_file.TOUCH_S:
             return
         try:
@@ -275,7 +284,8 @@ class Supervisor:
             self._stubs_at = now
             self._stubs = {stub.process.pid: stub for stub in self._find_stubs()} or self._stubs
             self.doors.look(now)
-            if self.doors.abandoned(now):
+            # the doors leave when a drain begins, and the engine stays for the open requests of guests
+            if self.doors.abandoned(now) and not (self.doors.guests and self._draining()):
                 self._stop_reason = "no door is left"
 
     def _find_stubs(self) -> list[shared_memory.Stub]:

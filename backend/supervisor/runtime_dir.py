@@ -35,6 +35,7 @@ CONTROL = "control.sock"
 UNWRITTEN_S = 60.0  # a folder without a record is stale after this time
 SWEEP_S = 10.0  # a sweep holds the lock of a folder for less than this
 STOPPING = "stopping"  # a file of this name in the parent: the server is shutting down, start nothing new
+DRAINING = "draining"  # … the server ends its open requests; guests (the OpenAI service) take no new ones
 
 
 class Owner(msgspec.Struct):

@@ -18,13 +18,15 @@ TOUCH_S = 1.0
 
 
 class StateFile(msgspec.Struct, frozen=True):
-    """state: as sent to doors. running, waiting: sequences in the engine. supervisor_pid: the writer."""
+    """state: as sent to doors. running, waiting: sequences in the engine. supervisor_pid: the writer. guests:
+    front ends that Triton knows nothing of: workers of the OpenAI service."""
 
     state: EngineState
     engine_dir: str
     supervisor_pid: int
     running: int = 0
     waiting: int = 0
+    guests: int = 0
 
 
 def write(folder: Path, content: StateFile) -> None:

@@ -259,13 +259,15 @@ class EngineState(msgspec.Struct, frozen=True, tag="state"):
     phase: "starting", "ready", "down" (a new engine will be started), "failed" (no engine will be started
     until something changes), "stopping" (a door may start another supervisor), "closing" (the server ends,
     and no engine will continue its requests), "lending" (this node runs ranks for node 0, which answers
-    requests). detail: the reason, or the progress of a start.
+    requests). detail: the reason, or the progress of a start. draining: whether the server is about to end;
+    guests must then take no new requests, and Triton refuses those of doors.
     """
 
     epoch: int
     phase: str
     detail: str
     endpoint: str  # zmq address of rank 0
+    draining: bool = False
 
 
 # ---------------------------------------------------------------- rank -> supervisor

@@ -39,11 +39,16 @@ def server(repository: Path, port: int) -> Iterator[ServerProcess]:
     wait_until(lambda: not front_pids(repository), 10, "the end of the service")
 
 
-def healthy(port: int) -> bool:
+def get(port: int, path: str) -> int:
+    """Return the status; 0 without an answer."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}{path}").status_code
     except httpx.TransportError:
-        return False
+        return 0
+
+
+def healthy(port: int) -> bool:
+    return get(port, "/health") == 200
 
 
 def front_pids(repository: Path) -> list[int]:
@@ -87,3 +92,51 @@ def test_a_supervisor_that_is_killed_is_a_pause_and_a_front_that_is_killed_comes
     wait_until(lambda: front_pids(repository) not in ([], [front]), 20, "the next service")
     wait_until(lambda: healthy(port), 20)
     assert client.completions.create(**asked).choices[0].text == wanted
+
+
+#: as many tokens as the model has places for, so that streams are open when a signal comes
+LONG = {
+    "model": "hf",
+    "prompt": PROMPT,
+    "max_tokens": 900,
+    "temperature": 0,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+def test_sigterm_lets_the_streams_of_the_service_end(repository: Path) -> None:
+    (port,) = free_ports(1)
+    with running_server(repository, options=["--openai-port", str(port)], drain_s=200.0) as server:
+        wait_until(lambda: healthy(port), 30, "the OpenAI service")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        streams = [client.completions.create(**LONG) for _ in range(16)]
+        texts = [next(stream).choices[0].text for stream in streams]
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: get(port, "/health") == 503, 20, "the drain")
+        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": PROMPT})
+        assert refused.status_code == 503 and "about to stop" in refused.json()["error"]["message"]
+        for number, stream in enumerate(streams):
+            last = None
+            for last in stream:
+                texts[number] += last.choices[0].text
+            assert last is not None and last.choices[0].finish_reason == "length"
+        assert len(set(texts)) == 1
+        assert server.process.wait(60) == 0
+    assert not front_pids(repository)
+
+
+def test_sigterm_ends_streams_that_take_too_long_with_a_reason(repository: Path) -> None:
+    (port,) = free_ports(1)
+    with running_server(repository, options=["--openai-port", str(port)], drain_s=0.0) as server:
+        wait_until(lambda: healthy(port), 30, "the OpenAI service")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        streams = [client.completions.create(**LONG) for _ in range(16)]
+        for stream in streams:
+            next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="SIGTERM"):
+                list(stream)
+        assert server.process.wait(60) == 0
+    assert not front_pids(repository)

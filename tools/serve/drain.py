@@ -42,7 +42,10 @@ class Drain:
         else:
             if not drained:
                 _log.warning("requests are still open after %g s: ending them", drain_s)
-                self._end_requests()
+            if not drained or self._has_guests():
+                self._end_engines()
+            if not drained:
+                time.sleep(_ERRORS_S)
             self._server.terminate()
             self._wait(time.monotonic() + END_S)
         self._server.kill()
@@ -56,6 +59,7 @@ class Drain:
         """Wait for the open requests; return whether all ended in time."""
         _log.info("open requests have %g s", seconds)
         deadline = time.monotonic() + seconds
+        self._mark(runtime_dir.DRAINING)  # before the doors leave: the engine stays for guests
         if self._unload_all():
             return self._wait_drained(deadline)
         self._server.terminate()  # Triton then drains by itself, as far as it can
@@ -75,7 +79,7 @@ class Drain:
 
     def _wait_drained(self, deadline: float) -> bool:
         """Wait until no model, or no engine, is busy: an open gRPC stream holds its model even without
-        work.
+        work, and Triton knows nothing of the requests of guests.
         """
         idle_since = time.monotonic()
 
@@ -84,7 +88,9 @@ class Drain:
             engines = state_file.read_all(self._server.folder)
             if not engines or any(engine.running or engine.waiting for engine in engines):
                 idle_since = time.monotonic()
-            return time.monotonic() - idle_since > IDLE_S or not self._unloading()
+            if time.monotonic() - idle_since > IDLE_S:
+                return True
+            return not self._unloading() and not any(engine.guests for engine in engines)
 
         return self._wait(deadline, drained)
 
@@ -104,15 +110,22 @@ class Drain:
             time.sleep(_TICK_S)
         return True
 
-    def _end_requests(self) -> None:
-        """End the engines, so that the doors end their requests with a text that says why."""
-        marker = self._server.folder / runtime_dir.STOPPING
+    def _has_guests(self) -> bool:
+        return any(engine.guests for engine in state_file.read_all(self._server.folder))
+
+    def _mark(self, name: str) -> None:
+        """Create a file that the supervisors look at."""
+        marker = self._server.folder / name
         try:
             marker.touch()
-        except OSError as error:  # doors may restart an engine, which then ends with the guard
+        except OSError as error:  # what it prevents then ends with the guard
             _log.warning("%s cannot be written: %s", marker, error)
+
+    def _end_engines(self) -> None:
+        """End the engines, and with them the OpenAI service: doors and service end their requests with a text
+        that says why."""
+        self._mark(runtime_dir.STOPPING)
         for engine in state_file.read_all(self._server.folder):
             supervisor = processes.identify(engine.supervisor_pid)
             if supervisor is not None:
                 processes.kill(supervisor, signal.SIGTERM)
-        time.sleep(_ERRORS_S)

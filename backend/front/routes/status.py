@@ -54,10 +54,10 @@ def _cards(front: FrontService) -> list[ModelCard]:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves, 503 with the reason while it does not."""
+    """200 while the engine serves, 503 with the reason while it does not or the server drains."""
     states = FrontService.of(request).model.states()
-    phases = [{"phase": state.phase, "detail": state.detail} for state in states]
-    ready = any(state.phase == "ready" for state in states)
+    phases = [{"phase": state.phase, "detail": state.detail, "draining": state.draining} for state in states]
+    ready = any(state.phase == "ready" and not state.draining for state in states)
     response = json_response(
         {"status": "ok" if ready else "unavailable", "engines": phases}, 200 if ready else 503
     )

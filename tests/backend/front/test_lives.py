@@ -176,6 +176,24 @@ print(used.ru_utime + used.ru_stime)
     assert float(done.stdout) < 1.0  # 0.3 s on an idle machine
 
 
+def test_while_the_server_drains_streams_go_on_and_new_requests_are_refused(
+    slow_front: Front, its_supervisor: FakeSupervisor, ids: Ids
+) -> None:
+    asked = {"model": "toy", "prompt": "When?", "max_tokens": len(ids(TEXT)) + 40}
+    stream = slow_front.openai.completions.create(stream=True, **asked)
+    text = next(stream).choices[0].text
+    its_supervisor.drain()
+    wait_until(lambda: slow_front.http.get("/health").status_code == 503, what="the drain")
+    refused = slow_front.post("/v1/completions", {"prompt": "x"})
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "engine_not_ready")
+    assert "about to stop" in error_of(refused)["message"] and refused.headers["retry-after"] == "2"
+    assert slow_front.http.get("/v1/models").status_code == 200
+    last = None
+    for last in stream:
+        text += last.choices[0].text
+    assert last is not None and last.choices[0].finish_reason == "length" and text.startswith(TEXT)
+
+
 def test_a_stop_lets_streams_end_and_says_goodbye(
     its_supervisor: FakeSupervisor, slow: FakeEngine, toy_repository: Path, tmp_path: Path, ids: Ids
 ) -> None:
