@@ -69,18 +69,26 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
     top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
     min_p: Annotated[float, "drop tokens below this share of the largest probability; 0: none", _SHARE] = 0.0
-    top_p_decay: Annotated[float, "factor on `top_p` after each token, without top-k", _FRACTION] = 1.0
+    top_p_decay: Annotated[
+        float, "`top_p` is multiplied by this after each token, without top-k", _FRACTION
+    ] = 1.0
     top_p_min: Annotated[float, "lower bound of a decaying `top_p`", _FRACTION] = 1e-6
     top_p_reset_id: Annotated[int, "token that resets a decaying `top_p`; -1: none"] = -1
-    repetition_penalty: Annotated[float, "above 1: tokens that occurred become less likely", _FACTOR] = 1.0
-    presence_penalty: Annotated[float, "subtracted once from a logit if its token occurred", _PENALTY] = 0.0
+    repetition_penalty: Annotated[float, "above 1: tokens that have occurred become less likely", _FACTOR] = (
+        1.0
+    )
+    presence_penalty: Annotated[
+        float, "subtracted once from the logit of each token that has occurred", _PENALTY
+    ] = 0.0
     frequency_penalty: Annotated[float, "subtracted from a token's logit per occurrence", _PENALTY] = 0.0
     count_prompt: Annotated[bool, "the penalties count tokens of the prompt, too"] = True
     seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
     beam_width: Annotated[int, "beams of a beam search; 1: none", _BEAMS] = 1
     len_penalty: Annotated[float, "beams compare log probability / length ** this", _EXPONENT] = 0.0
     beam_search_diversity_rate: Annotated[
-        float, "added to a candidate's score per rank within its beam, modulo the beams", _PENALTY
+        float,
+        "added to a candidate's score, times its rank within its beam modulo the number of beams",
+        _PENALTY,
     ] = 0.0
     early_stopping: Annotated[int, "when a pool of found beams is final", _EARLY_STOPPING] = 1
     num_return_sequences: Annotated[int, "answers to one prompt: samples or best beams", _RETURNED] = 0

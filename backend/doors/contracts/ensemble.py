@@ -36,7 +36,7 @@ POSTPROCESSING = Contract(
             dims=(-1,),
         ),
         # GPT-NeoX's
-        Field("sequence_length", "UINT32", "tokens of a row that count", "all", declared=False),
+        Field("sequence_length", "UINT32", "valid tokens of each row", "all", declared=False),
         Field("SEQUENCE_LENGTH", "UINT32", alias_of="sequence_length", declared=False),
     ),
     (Output("OUTPUT", "STRING", (-1, -1), "[B * K]: one flat array of texts"),),

@@ -21,7 +21,7 @@ _INPUTS = (
     Field("is_return_context_embeddings", "BOOL", "return `context_embeddings`", "false"),
     Field("beam_width", "UINT32", param="beam_width"),
     Field("start_id", "UINT32", "first token of a row without a prompt", "`config.ini`'s"),
-    Field("end_id", "UINT32", "token that ends a row and fills it to the full width", "`config.ini`'s"),
+    Field("end_id", "UINT32", "token that ends a row and pads it to the full width", "`config.ini`'s"),
     Field("stop_words_list", "INT32", "words that end a row and stay in it", "none", (2, -1), "word_ids"),
     Field("bad_words_list", "INT32", "words that are never generated", "none", (2, -1), "word_ids"),
     Field(
@@ -33,7 +33,7 @@ _INPUTS = (
     Field(
         "request_prompt_embedding",
         "FP16",
-        "a prompt table of the row's own, in place of a task's; FP32 where the config.pbtxt says so",
+        "a prompt table for this row only, instead of a task's; FP32 if config.pbtxt says so",
         "none",
         (-1, -1),
         "table",
@@ -58,7 +58,7 @@ _INPUTS = (
     # ours
     Field("return_context_logits", "BOOL", "return `context_logits`", "false"),
     Field("return_generation_logits", "BOOL", "return `generation_logits`", "false"),
-    Field("priority", "INT32", "smaller is sooner; one value for all rows", "0"),
+    Field("priority", "INT32", "smaller values run first; one value for all rows", "0"),
     Field(
         "lora_name",
         "STRING",

@@ -109,7 +109,7 @@ class Contract:
 
 def special_tokens_field(name: str = "add_special_tokens") -> Field:
     """Return the flag that every model with a tokenised prompt has; see fields.add_special_tokens."""
-    meaning = "false: no BOS or other special token is added, for a prompt that a chat template has made"
+    meaning = "false: add no BOS or other special token, because a chat template has added them"
     return Field(name, "BOOL", meaning, "`config.pbtxt`'s")
 
 

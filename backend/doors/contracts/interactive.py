@@ -38,8 +38,8 @@ _TAKEN = (
 )
 _MEANINGS = {
     "input_ids": "new tokens of each row, padded to one width",
-    "input_lengths": "new tokens of each row; 0: the row goes on without, or starts from `start_id`",
-    "priority": "smaller is sooner; one value for all rows",
+    "input_lengths": "new tokens of each row; 0: the row continues without any, or starts from `start_id`",
+    "priority": "smaller values run first; one value for all rows",
 }
 
 
@@ -57,13 +57,13 @@ _SESSION = (
     Field(
         "session_len",
         "UINT32",
-        "tokens that the longest row may have at the end of the last round; with the first round",
+        "maximum tokens of a row over all rounds; send it with the first round",
         "required there",
     ),
     Field(
         "memory_len",
         "UINT32",
-        "how many of the last tokens are attended to; with the first round",
+        "attention window in tokens; send it with the first round",
         "`session_len`",
     ),
 )

@@ -15,7 +15,7 @@ from tridecode.backend.doors.contracts.field import (
 )
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 
-_ENCODER = "no effect: of models with an encoder"
+_ENCODER = "no effect: only for models with an encoder"
 
 _INPUTS = (
     Field("input_ids", "INT32", "prompts, padded to one width", "required", (-1,), "ids"),
@@ -34,7 +34,7 @@ _INPUTS = (
     Field("decoder_input_ids", "INT32", _ENCODER, dims=(-1,), kind="ids"),
     Field("decoder_input_lengths", "INT32", _ENCODER),
     refused("draft_logits", "FP32", dims=(-1, -1)),
-    Field("draft_acceptance_threshold", "FP32", "no effect: it compares draft tokens"),
+    Field("draft_acceptance_threshold", "FP32", "no effect: draft tokens are not used"),
     Field("end_id", "INT32", "token that ends a row; -1: none", "the model's"),
     Field("pad_id", "INT32", "fills the shorter rows of a whole answer", "`end_id`"),
     Field("stop_words_list", "INT32", "words that end a row and stay in it", "none", (2, -1), "word_ids"),
@@ -48,7 +48,9 @@ _INPUTS = (
     Field("runtime_top_p_decay", "FP32", param="top_p_decay"),
     Field("runtime_top_p_reset_ids", "INT32", param="top_p_reset_id"),
     Field("len_penalty", "FP32", param="len_penalty"),
-    Field("early_stopping", "BOOL", "a full pool of beams is final", "true", param="early_stopping"),
+    Field(
+        "early_stopping", "BOOL", "stop as soon as the pool of beams is full", "true", param="early_stopping"
+    ),
     Field("repetition_penalty", "FP32", param="repetition_penalty"),
     Field("min_tokens", "INT32", param="min_tokens"),
     Field("beam_search_diversity_rate", "FP32", param="beam_search_diversity_rate"),
@@ -88,7 +90,7 @@ _INPUTS = (
     Field("return_num_input_tokens", "BOOL", "return `num_input_tokens`", "true"),
     Field("return_num_output_tokens", "BOOL", "return `num_output_tokens`", "true"),
     # ours
-    Field("priority", "INT32", "smaller is sooner; each row has its own", "0"),
+    Field("priority", "INT32", "smaller values run first; one value per row", "0"),
     Field(
         "lora_name",
         "STRING",
@@ -168,7 +170,7 @@ TENSORRT_LLM_PREPROCESSING = Contract(
 TENSORRT_LLM_POSTPROCESSING = Contract(
     (
         Field("TOKENS_BATCH", "INT32", "token ids", dims=(-1, -1), kind="ids", required=True),
-        Field("SEQUENCE_LENGTH", "INT32", "ids of a row that count", dims=(-1,), required=True),
+        Field("SEQUENCE_LENGTH", "INT32", "valid ids of each row", dims=(-1,), required=True),
     ),
     (Output("OUTPUT", "STRING", (-1, -1), "[B * K]: one flat array of texts"),),
     own_batch_axis=True,

@@ -94,7 +94,7 @@ def _refused(name: str, *neutral: Any) -> Key:
 
 
 KEYS = (
-    Key("n", "int", "number of answers, each with a seed of its own; one unless they are sampled", "1", 1,
+    Key("n", "int", "number of answers, each with its own seed; above 1 only with sampling", "1", 1,
         MAX_BEAMS),
     Key("best_of", "int", "no effect: the value of `n` alone is accepted", "`n`", 1),
     Key("temperature", "float", "softmax temperature; 0 is greedy, below 0.01 counts as 0.01", "1", 0, 1e6),
@@ -115,7 +115,7 @@ KEYS = (
     Key("ignore_eos", "bool", "end tokens do not end the answer", "false"),
     Key("skip_special_tokens", "bool", "leave special tokens out of the answer", "true"),
     Key("logprobs", "int", "alternatives per token in the output `logprobs`", "none", 0, MAX_TOP_LOG_PROBS),
-    Key("truncate_prompt_tokens", "int", "keep only the last tokens of the prompt; -1: as fit", "all", -1),
+    Key("truncate_prompt_tokens", "int", "keep this many tokens of the end; -1: what fits", "all", -1),
     Key("lora_name", "text", "name of the LoRA adapter, see [adapters.md](../guides/adapters.md)",
         "the base model",
         high=128),
