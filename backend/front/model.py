@@ -101,7 +101,7 @@ class ServedModel:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the base model; the first one is shown."""
-        limits = self._engines[0].engine.link.limits()
+        limits = self.known_limits
         own = limits.model_name if limits is not None else ""
         return self.settings.names or (own or Path(self.settings.engine_dir).parent.name,)
 
@@ -135,9 +135,15 @@ class ServedModel:
     def texts(self) -> TextService:
         return self._engines[0]
 
+    @property
+    def known_limits(self) -> Limits | None:
+        """Limits of an engine that is ready, or was; None before the first one."""
+        found = (texts.engine.link.limits() for texts in self._engines)
+        return next((limits for limits in found if limits is not None), None)
+
     def limits(self) -> Limits:
         """Raises EngineDownError before the first engine was ready."""
-        return self._engines[0].engine.limits()
+        return self.known_limits or self._engines[0].engine.limits()
 
     def states(self) -> list[EngineState]:
         return [texts.engine.link.state() for texts in self._engines]

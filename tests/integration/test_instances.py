@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
@@ -22,6 +23,7 @@ from tests.reliability.service import Service
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import processes, state_file
 from tridecode.tools.build_repo.build import build_repo
+from tridecode.tools.serve.ports import free_ports
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -34,6 +36,7 @@ LONG = 900  # tokens of an answer that is open while an engine is killed
 class TwoEngines:
     service: Service
     model: object  # the Hugging Face model that was converted
+    openai_port: int
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return hf_greedy(self.model, prompt, count)[0]
@@ -65,7 +68,8 @@ class TwoEngines:
 def two(tmp_path_factory) -> Iterator[TwoEngines]:
     folder: Path = tmp_path_factory.mktemp("instances")
     model = tiny_llama(max_position_embeddings=1024)
-    settings = {"cache_bytes": "67108864", "num_threads": "1", "device": "cpu"}
+    (port,) = free_ports(1)
+    settings = {"cache_bytes": "67108864", "num_threads": "1", "device": "cpu", "openai_port": str(port)}
     repository = build_repo(str(save(model, folder / "hf")), folder / "repo", engine_settings=settings)
     for door in DOORS:
         config = repository / door / "config.pbtxt"
@@ -74,7 +78,7 @@ def two(tmp_path_factory) -> Iterator[TwoEngines]:
         config.write_text(text.replace("instance_group { count: 1", "instance_group { count: 2"))
     service = Service(repository)
     try:
-        yield TwoEngines(service, model)
+        yield TwoEngines(service, model, port)
     finally:
         service.close()
 
@@ -140,6 +144,41 @@ def test_a_killed_engine_is_rebuilt_and_does_not_disturb_the_other(two: TwoEngin
     for _ in range(4):
         answer = infer("http", two.service.server.http_url, DOORS[0], standard_inputs([PROMPT], [8]))
         assert answer.as_numpy("output_ids")[0, 0, 4:].tolist() == wanted[:8]
+
+
+def test_the_openai_service_uses_both_engines_and_serves_while_one_is_rebuilt(two: TwoEngines) -> None:
+    url = f"http://127.0.0.1:{two.openai_port}"
+    wanted = two.greedy(PROMPT, LONG)
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": LONG, "temperature": 0, "ignore_eos": True},
+    }
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{url}/health").json()["engines"][1]["phase"] == "ready"
+        except httpx.TransportError:
+            return False
+
+    def ask(_: int) -> list[int]:
+        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    wait_until(healthy, 30, "the service with both engines")
+    with ThreadPoolExecutor(4) as pool:
+        open_requests = [pool.submit(ask, number) for number in range(4)]
+        wait_until(
+            lambda: all(content.running for content in two.states().values()), 30, "requests at both engines"
+        )
+        killed = next(folder for folder, content in two.states().items())
+        os.kill(two.engine_pid(killed), signal.SIGKILL)
+        wait_until(lambda: two.states()[killed].state.phase != "ready", 10, "the engine's end")
+        short = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0}}
+        answer = httpx.post(f"{url}/inference/v1/generate", json=short, timeout=60)
+        assert answer.json()["choices"][0]["token_ids"] == wanted[:4]
+        assert [request.result(120) for request in open_requests] == [wanted] * 4
+    wait_until(lambda: two.states()[killed].state.phase == "ready", 30, "the next engine")
 
 
 def test_health_is_that_of_all_engines(two: TwoEngines) -> None:

@@ -11,6 +11,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor.front_process import ADDRESS_VARIABLE, PORT_VARIABLE
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.checks import check_repository, check_triton_arguments
+from tridecode.tools.serve.openai_ports import openai_ports
 from tridecode.tools.serve.ports import check_free
 from tridecode.tools.serve.triton_http import TritonHttp
 
@@ -124,14 +125,15 @@ class ServeOptions:
                 raise ConfigError(f"--{name} is {seconds:g}; wanted 0 or more seconds")
         check_triton_arguments(self.triton_args)
         models = check_repository(self.repository)
-        ports = self.ports()
-        if self.openai_port is not None:
-            ports["openai"] = self.openai_port
-        for name, port in ports.items():
-            same = [other for other in ports if other != name and ports[other] == port]
-            if same:
-                raise ConfigError(
-                    f"--{name}-port and --{same[0]}-port are both {port}; wanted distinct ports"
-                )
-            check_free(name, self.address_of(name), port)
+        self._check_ports()
         return models
+
+    def _check_ports(self) -> None:
+        """Raises ConfigError for a port that is taken, or that two services would open."""
+        places = {f"--{name}-port": (self.address_of(name), port) for name, port in self.ports().items()}
+        places.update(openai_ports(self.repository, self.openai_port, self.address))
+        for setting, (address, port) in places.items():
+            same = [other for other in places if other != setting and places[other][1] == port]
+            if same:
+                raise ConfigError(f"{setting} and {same[0]} are both {port}; wanted distinct ports")
+            check_free(setting, address, port)

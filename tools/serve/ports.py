@@ -78,13 +78,10 @@ def in_words(pid: int) -> str:
     return f"process {pid} ({' '.join(processes.command_line(pid))[:80]})"
 
 
-def check_free(name: str, address: str, port: int) -> None:
-    """Raises ConfigError, naming the option, where a server cannot listen on address:port now.
-
-    name: of the port, "http" for --http-port.
-    """
+def check_free(setting: str, address: str, port: int) -> None:
+    """Raises ConfigError, naming the setting, where a server cannot listen on address:port now."""
     if not 0 < port < 65536:
-        raise ConfigError(f"--{name}-port is {port}; wanted 1 to 65535")
+        raise ConfigError(f"{setting} is {port}; wanted 1 to 65535")
     try:
         family, _, _, _, place = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -97,11 +94,11 @@ def check_free(name: str, address: str, port: int) -> None:
             probe.bind(place)
             probe.listen()
         except OSError as error:
-            raise ConfigError(_why_not(name, address, port, error)) from None
+            raise ConfigError(_why_not(setting, address, port, error)) from None
 
 
-def _why_not(name: str, address: str, port: int, error: OSError) -> str:
+def _why_not(setting: str, address: str, port: int, error: OSError) -> str:
     if error.errno != errno.EADDRINUSE:
-        return f"--{name}-port: {address}:{port} cannot be opened: {error.strerror}"
+        return f"{setting}: {address}:{port} cannot be opened: {error.strerror}"
     holder = ", ".join(map(in_words, who_listens(port))) or "another process"
-    return f"port {port} on {address} is taken by {holder}; name a free one with --{name}-port"
+    return f"port {port} on {address} is taken by {holder}; name a free one with {setting}"

@@ -47,7 +47,7 @@ async def model(request: Request) -> Response:
 
 def _cards(front: FrontService) -> list[ModelCard]:
     served, created = front.model, front.settings.created
-    limits = served.texts.engine.link.limits()
+    limits = served.known_limits
     length = limits.max_sequence_tokens if limits is not None else None
     cards = [ModelCard(name, created, None, length) for name in served.names]
     return cards + [ModelCard(name, created, served.name, length) for name in served.adapters()]

@@ -58,7 +58,7 @@ async def tokenize(request: Request) -> Response:
     model = front.model
     try:
         model.find(wanted.model)
-        limits = model.texts.engine.link.limits()
+        limits = model.known_limits
         prompt = await _prompt(model, wanted)
         asked = TextRequest([prompt], [SamplingParams()], [()], [""], [0], False, True, names=_FIELDS)
         check_text(prompt, "prompt")

@@ -67,6 +67,36 @@ def test_ports_are_checked_before_anything_starts(tmp_path):
         ServeOptions(tmp_path, http, grpc, metrics, address="192.0.2.1").check()
 
 
+def test_ports_of_the_openai_service_are_checked_too(tmp_path):
+    def engine(name: str, **parameters: object) -> None:
+        lines = {"engine_model": name, **parameters}
+        text = "".join(
+            f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+            for key, value in lines.items()
+        )
+        repository(tmp_path, name, text)
+
+    http, grpc, metrics, openai = free_ports(4)
+    ports = {"http_port": http, "grpc_port": grpc, "metrics_port": metrics}
+    engine("one", openai_port=http)
+    with pytest.raises(
+        ConfigError, match=rf"--http-port and openai_port of one/config.pbtxt are both {http}"
+    ):
+        ServeOptions(tmp_path, **ports).check()
+    ServeOptions(tmp_path, openai_port=openai, **ports).check()  # takes precedence
+    engine("one", openai_port=openai)
+    with socket.create_server(("127.0.0.1", openai)):
+        with pytest.raises(ConfigError, match=rf"port {openai} .* with openai_port of one/config.pbtxt"):
+            ServeOptions(tmp_path, **ports).check()
+    engine("two", openai_port=openai)
+    with pytest.raises(ConfigError, match=rf"openai_port of (one|two)/config.pbtxt are both {openai}"):
+        ServeOptions(tmp_path, **ports).check()
+    with pytest.raises(ConfigError, match=r"engines of several models \(one, two\).*config.pbtxt of one"):
+        ServeOptions(tmp_path, openai_port=openai, **ports).check()
+    engine("two", openai_port="auto")
+    assert ServeOptions(tmp_path, **ports).check() == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     "flag",
     [
