@@ -153,7 +153,11 @@ class EventStream(Response):
                 break
             else:
                 call.deliver(pieces)
-                if data := writer.take(pieces):
+                if writer.heavy:
+                    data = await self._running.front.model.run(True, writer.take, pieces)
+                else:
+                    data = writer.take(pieces)
+                if data:
                     call.chunks += 1
                     await send(_part(data))
             pieces = await reader.next()

@@ -20,6 +20,11 @@ class PromptScores:
         self._log_probs: list[float | None] = [None]  # the first token follows nothing
         self._best: list[list[tuple[int, float]]] = [[]]
 
+    @property
+    def complete(self) -> bool:
+        """Return whether every token has its log probability."""
+        return len(self._log_probs) == len(self._ids)
+
     def add(self, data: bytes) -> None:
         """Take the logits, float32, of the next positions."""
         if not data:

@@ -126,7 +126,7 @@ class TextService:
                 if stream.ended:
                     return
                 prepared = self.prepare(asked, stream, limits)
-                stream.begin(Answer(prepared.rows, asked.streaming, together=together))
+                stream.begin(Answer(prepared.rows, asked.streaming, together=together, ends=True))
                 self.engine.submit(stream, prepared.submissions, timeout_s=timeout_s, resume=resume)
             except TridecodeError as error:
                 stream.fail(error)

@@ -159,15 +159,23 @@ class Answer:
 
     streamed: one response for each row with new text, with everything since its last one. Otherwise whole
     rows: each in a response of its own as soon as it has ended (apart), or all in one response when the last
-    has ended. together: a streamed response has all rows, even those without new text.
+    has ended. together: a streamed response has all rows, even those without new text. ends: a row that ends
+    without text and tokens has a streamed response, too.
     """
 
-    def __init__(self, rows: list[Completion], streamed: bool, apart: bool = False, together: bool = False):
+    def __init__(
+        self,
+        rows: list[Completion],
+        streamed: bool,
+        apart: bool = False,
+        together: bool = False,
+        ends: bool = False,
+    ):
         self.finished = False  # every row has ended
         self.num_output_tokens = 0  # of all rows, so far
         self.num_rows = len(rows)
         self._rows, self._streamed, self._apart = rows, streamed, streamed or apart
-        self._together = together and streamed
+        self._together, self._ends = together and streamed, ends
         self._open = set(range(len(rows)))
 
     @property
@@ -186,7 +194,8 @@ class Answer:
             if row.finish_reason:
                 if index in self._open:
                     self._open.discard(index)
-                    if not self._streamed or row.text or row.num_tokens or row.finish_reason == "abort":
+                    tells = row.text or row.num_tokens or row.finish_reason == "abort"
+                    if tells or self._ends or not self._streamed:
                         ready.append(index)
             elif self._streamed and row.text:
                 ready.append(index)

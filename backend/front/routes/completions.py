@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.front.answering import answer, event
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import bad_request
@@ -107,8 +106,6 @@ def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) ->
     if sequences > n and wanted.stream:
         raise bad_request("best_of chooses among whole answers; wanted no stream with it", "best_of")
     scored = scores_prompt(wanted)
-    if scored and wanted.stream:
-        raise UnsupportedError("echo with logprobs is not implemented for streams; leave out one of them")
     tops = -1 if wanted.logprobs is None else wanted.logprobs
     if sequences > n:
         tops = max(tops, 0)
@@ -171,6 +168,7 @@ class CompletionWriter(TallyWriter):
             for prompt in asked.prompts
             if self.heavy and not isinstance(prompt, str)
         ]
+        self._held: dict[int, list[Piece]] = {}  # of rows whose prompt has no scores yet
 
     def _prompt_texts(self, prompts: Sequence[Prompt]) -> list[str]:
         texts = [self._model.tokenizer.text(prompt) for prompt in prompts]
@@ -181,7 +179,10 @@ class CompletionWriter(TallyWriter):
     def take(self, pieces: Pieces) -> bytes:
         if self.heavy:
             self._score(pieces)
-        return super().take(pieces)
+        found = super().take(pieces)
+        for index in [one for one in self._held if self._scored(one)]:
+            found += self._released(index)
+        return found
 
     def _score(self, pieces: Pieces) -> None:
         for group in pieces:
@@ -190,13 +191,27 @@ class CompletionWriter(TallyWriter):
                     for _, extra in piece.extras:
                         self._scores[index // self._sequences].add(extra.context_logits)
 
+    def _scored(self, index: int) -> bool:
+        """Return whether a row's prompt has all scores that the answer wants."""
+        return not self.heavy or self._scores[index // self._sequences].complete
+
     def _events(self, index: int, piece: Piece) -> bytes:
-        text = piece.text
-        if index in self._unsent:
+        if not self._scored(index):  # they come with the prompt's first sequence
+            self._held.setdefault(index, []).append(piece)
+            return b""
+        return self._released(index) + self._event(index, piece)
+
+    def _released(self, index: int) -> bytes:
+        return b"".join(self._event(index, piece) for piece in self._held.pop(index, ()))
+
+    def _event(self, index: int, piece: Piece) -> bytes:
+        text, logprobs, begins = piece.text, None, index in self._unsent
+        if begins:
             self._unsent.discard(index)
             text = self._echoes[index] + text
-        logprobs = None
-        if self._wanted.logprobs is not None:
+        if begins and self.heavy:
+            logprobs = self._with_prompt(index, piece.tops)
+        elif self._wanted.logprobs is not None:
             logprobs = self._logprobs(piece.tops, self._offsets[index])
         choice = CompletionChoice(index, text, logprobs, piece.finish_reason or None)
         return event(self._body([choice], self._event_usage))
@@ -227,16 +242,16 @@ class CompletionWriter(TallyWriter):
         text = (self._echoes[index] if self._echoes else "") + row.text
         logprobs = None
         if self.heavy:
-            logprobs = self._with_prompt(index, row)
+            logprobs = self._with_prompt(index, row.tops)
         elif self._wanted.logprobs is not None:
             logprobs = self._logprobs(row.tops, self._offsets[index])
         return CompletionChoice(number, text, logprobs, row.finish_reason or None)
 
-    def _with_prompt(self, index: int, row: Row) -> CompletionLogprobs:
-        """Return the log probabilities of the prompt's tokens, then those of the new ones."""
+    def _with_prompt(self, index: int, steps: Any) -> CompletionLogprobs:
+        """Return the log probabilities of the prompt's tokens, then those of new ones."""
         scores, length = self._scores[index // self._sequences], len(self._echoes[index])
         found = scores.logprobs(self._model.token_texts(), length)
-        new = self._logprobs(row.tops, self._offsets[index])
+        new = self._logprobs(steps, self._offsets[index])
         top = None if found.top_logprobs is None else found.top_logprobs + (new.top_logprobs or [])
         return CompletionLogprobs(
             found.tokens + new.tokens,

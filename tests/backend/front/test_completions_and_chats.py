@@ -78,6 +78,12 @@ def test_lists_of_prompts_and_several_samples(front: Front, engine: FakeEngine, 
     assert len(tokens.choices) == 2 and sent_prompt(engine, -2) == [3, 4] and sent_prompt(engine) == [5]
 
 
+def test_a_stream_of_no_tokens_has_its_echo_and_its_end(front: Front) -> None:
+    wanted = {"model": "toy", "prompt": "When?", "max_tokens": 0, "echo": True, "stream": True}
+    (chunk,) = front.openai.completions.create(**wanted)
+    assert chunk.choices[0].text == "When?" and chunk.choices[0].finish_reason == "length"
+
+
 def test_an_echo_goes_before_the_text(front: Front, ids: Ids) -> None:
     wanted = {"model": "toy", "prompt": "When?", "max_tokens": len(ids(TEXT)), "echo": True}
     assert front.openai.completions.create(**wanted).choices[0].text == "When?" + TEXT

@@ -100,6 +100,35 @@ def test_log_probabilities_of_the_prompt_are_those_of_transformers(front: Front,
             assert tops == pytest.approx(best, abs=1e-4)
 
 
+@pytest.mark.parametrize("count", [6, 0])
+def test_a_streamed_echo_has_the_log_probabilities_of_a_whole_one(front: Front, count: int) -> None:
+    asked = {
+        "model": "hf",
+        "prompt": [PROMPT, "and returns at nine", "x"],
+        "max_tokens": count,
+        "seed": 3,
+        "n": 2,
+        "echo": True,
+        "logprobs": 2,
+    }
+    whole = front.openai.completions.create(**asked)
+    texts, parts = [""] * 6, [[] for _ in range(6)]  # parts: each row's log probabilities
+    ends = {}
+    for chunk in front.openai.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            parts[choice.index].append(choice.logprobs)
+            ends[choice.index] = choice.finish_reason
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.text and ends[choice.index] == choice.finish_reason
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            found = [value for part in parts[choice.index] for value in getattr(part, name)]
+            wanted = getattr(choice.logprobs, name)
+            assert len(found) == len(wanted)
+            for one, other in zip(found, wanted):
+                assert one == pytest.approx(other, abs=1e-4) if one is not None else other is None
+
+
 def test_the_ids_of_the_generate_route_are_transformers(front: Front, folder: Path, wanted: tuple) -> None:
     prompt, text, _ = wanted
     asked = {"token_ids": prompt, "sampling_params": {"max_tokens": COUNT, "temperature": 0}}
