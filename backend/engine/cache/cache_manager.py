@@ -25,7 +25,7 @@ class CacheManager:
 
     lengths: (S,) int32, tokens in the cache once the planned steps have run; for a ring (sessions.py), tokens
     that were ever in it. tables: (S, M) int32, blocks. rings: (S,) int32, cache positions that a slot's
-    tokens share; NO_RING: one per token.
+    tokens share; NO_RING: one per token. shifts: (S,) int32, added to rotary positions.
     """
 
     def __init__(self, limits: SchedulerLimits):
@@ -36,6 +36,7 @@ class CacheManager:
         self.tables = np.zeros((limits.max_sequences, columns), np.int32)
         self.reserved = 0  # free slots that are reserved for the beams of running groups
         self.rings = np.full(limits.max_sequences, NO_RING, np.int32)
+        self.shifts = np.zeros(limits.max_sequences, np.int32)
         self._free_slots = list(range(limits.max_sequences))  # a heap
         self._sharing: list[Sequence] = []  # forks since the last plan whose partial block may be shared
         self._cleared: list[int] = []
@@ -73,7 +74,7 @@ class CacheManager:
             self.index.release([source])
         elif written:
             self.index.forget(written)
-        self._take_slot(sequence, length, blocks + own)
+        self._take_slot(sequence, length, blocks + own, shift)
         if row is not None:
             row.begin(length // size)
             self.rings[sequence.slot] = row.ring or NO_RING
@@ -92,11 +93,11 @@ class CacheManager:
         length = len(sequence.prompt) - 1
         return length, prefix.blocks[: -(-length // self.block_tokens)]
 
-    def admit_beams(self, beams: list[Sequence], width: int) -> bool:
+    def admit_beams(self, beams: list[Sequence], width: int, shift: int = 0) -> bool:
         """Assign slots and blocks to all beams of a group, which have the same number of tokens; reserve the
         rest of `width` slots. They share the full blocks of the prompt, which the first beam computes.
 
-                Returns False without effect if slots or blocks are missing.
+        shift: added to the rotary positions. Return False without effect if slots or blocks are missing.
         """
         first, *others = beams
         size = self.block_tokens
@@ -105,11 +106,11 @@ class CacheManager:
         if self.num_free_slots < width or not self._have(len(beams) * (needed - shared) + shared):
             return False
         self.reserved += width - len(beams)
-        self._take_slot(first, 0, self.index.allocate(needed))
+        self._take_slot(first, 0, self.index.allocate(needed), shift)
         for beam in others:
             held = first.blocks[:shared]
             self.index.share(held)
-            self._take_slot(beam, shared * size, held + self.index.allocate(needed - shared))
+            self._take_slot(beam, shared * size, held + self.index.allocate(needed - shared), shift)
         return True
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
@@ -125,7 +126,7 @@ class CacheManager:
     def _join(self, parent: Sequence, child: Sequence) -> None:
         """Give the child a slot of its own and make it a user of all of its parent's blocks."""
         self.index.share(parent.blocks)
-        self._take_slot(child, self.lengths[parent.slot], parent.blocks)
+        self._take_slot(child, self.lengths[parent.slot], parent.blocks, self.shifts[parent.slot])
 
     def _have(self, blocks: int) -> bool:
         """Return whether `count` blocks are free, after eviction of cached blocks if necessary."""
@@ -148,9 +149,9 @@ class CacheManager:
             self._sharing.append(child)
         return True
 
-    def held(self, sequence: Sequence, shift: int) -> Held:
-        """Return what a sequence with a slot has in the cache. shift: added to its rotary positions."""
-        length = self.lengths.item(sequence.slot)
+    def held(self, sequence: Sequence) -> Held:
+        """Return what a sequence with a slot has in the cache."""
+        length, shift = self.lengths.item(sequence.slot), self.shifts.item(sequence.slot)
         return Held(sequence.blocks, length, context_of(sequence.group, shift))
 
     def release(self, sequence: Sequence) -> None:
@@ -229,10 +230,10 @@ class CacheManager:
         self._slot_copies, self._block_copies = {}, {}
         return slots, blocks
 
-    def _take_slot(self, sequence: Sequence, length: int, blocks: list[int]) -> None:
+    def _take_slot(self, sequence: Sequence, length: int, blocks: list[int], shift: int) -> None:
         sequence.slot = heapq.heappop(self._free_slots)
         self.rings[sequence.slot] = NO_RING
-        self.lengths[sequence.slot] = length
+        self.lengths[sequence.slot], self.shifts[sequence.slot] = length, shift
         self._add_blocks(sequence, blocks)
 
     def _add_blocks(self, sequence: Sequence, blocks: list[int]) -> None:

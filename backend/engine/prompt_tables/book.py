@@ -11,6 +11,8 @@ computation starts after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError
@@ -174,7 +176,7 @@ class PromptBook:
 
     def take(
         self,
-        chunks: list[tuple[Sequence, int, int]],
+        chunks: Items[tuple[Sequence, int, int]],
         token_ids: np.ndarray,
         starts: np.ndarray,
         cleared: list[int],

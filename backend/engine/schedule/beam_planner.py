@@ -8,27 +8,14 @@ with the plan (BeamRows.tokens).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.parts.beams import BeamRows
-from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.beams import BeamSearch
+from tridecode.backend.engine.schedule.rows import Rows, adapters_of, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
-
-
-@dataclass
-class Rows:
-    """Rows that decoding beams add to a step, (n,) int32 each, and their sequences."""
-
-    sequences: list[Sequence]
-    token_ids: np.ndarray
-    positions: np.ndarray
-    kv_slots: np.ndarray
-    slots: np.ndarray
-    adapters: np.ndarray
+from tridecode.backend.engine.step.plan import StepPlan
 
 
 class BeamPlanner:
@@ -38,9 +25,8 @@ class BeamPlanner:
     It is preempted as a whole and recomputed from the tokens of its beams.
     """
 
-    def __init__(self, limits: SchedulerLimits, cache: CacheManager, shifts: np.ndarray):
-        """shifts: (S,) int32 by slot, added to rotary positions."""
-        self.limits, self.cache, self._shifts = limits, cache, shifts
+    def __init__(self, cache: CacheManager):
+        self.cache = cache
         self.running: list[SequenceGroup] = []
 
     def start(self, sequence: Sequence) -> None:
@@ -55,16 +41,18 @@ class BeamPlanner:
         """Return the beams that decode in the next step."""
         return [sequence for sequence in self.members() if sequence.stage is Stage.DECODE]
 
-    def admit(self, group: SequenceGroup) -> bool:
+    def admit(self, group: SequenceGroup, shift: int) -> bool:
         """Assign slots and blocks to all beams of a group; return False without effect if that is not
-        possible now.
+        possible now. shift: added to their rotary positions.
 
         That is so if they are not free, or if a step that was launched before the group's preemption is still
         on the device.
         """
         search, beams = group.search, group.sequences
         assert search is not None
-        if any(beam.in_flight for beam in beams) or not self.cache.admit_beams(beams, search.width):
+        if any(beam.in_flight for beam in beams):
+            return False
+        if not self.cache.admit_beams(beams, search.width, shift):
             return False
         self.running.append(group)
         return True
@@ -98,15 +86,18 @@ class BeamPlanner:
         return Rows(
             beams,
             np.array([beam.output[-1] for beam in beams], np.int32),
-            positions + self._shifts[slots],
+            positions + self.cache.shifts[slots],
             kv_slots,
+            np.arange(len(beams) + 1, dtype=np.int32),
             slots,
-            np.array([beam.group.adapter for beam in beams], np.int32),
+            positions + 1,
+            np.ones(len(beams), np.int32),
+            adapters_of(beams),
+            top_log_probs_of(beams),
         )
 
     def _branch(self, parent: Sequence, child: Sequence) -> None:
         self.cache.branch(parent, child)
-        self._shifts[child.slot] = self._shifts[parent.slot]
 
     def _drop(self, sequence: Sequence) -> None:
         self.cache.release(sequence)
@@ -115,7 +106,18 @@ class BeamPlanner:
         sequence.group.sequences.remove(sequence)
 
 
-def beam_rows(sampled: list[Sequence], is_decode: list[bool]) -> BeamRows | None:
+def mark_beams(plan: StepPlan) -> None:
+    """Name the rows of beams, which get candidates in place of a token."""
+    sampled = np.flatnonzero(plan.samples)
+    is_decode = (sampled < plan.num_decodes).tolist()
+    beams = _beam_rows([plan.sequences[row] for row in sampled.tolist()], is_decode)
+    if beams is not None:
+        plan.parts.append(beams)
+        plan.slots = plan.slots.copy()
+        plan.slots[sampled[beams.rows]] = -1
+
+
+def _beam_rows(sampled: list[Sequence], is_decode: list[bool]) -> BeamRows | None:
     """Return the beams among the sequences that a step samples, in order; None if there is none.
 
     is_decode: whether each row decodes; the slot of a prefill row has started with all tokens.

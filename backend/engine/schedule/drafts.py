@@ -62,35 +62,30 @@ def may_draft(sequence: Sequence) -> bool:
 
 
 class DraftPlanner:
-    """Builds the decode rows of an engine with a drafter. last_lengths, shifts: (S,) int32 by slot, as in
-    Planner."""
+    """Builds the decode rows of an engine with a drafter.
+
+    last_lengths: (S,) int32 by slot, the length at which a sequence's last token is in flight."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        limits: SchedulerLimits,
-        cache: CacheManager,
-        last_lengths: np.ndarray,
-        shifts: np.ndarray,
+        self, drafter: Drafter, limits: SchedulerLimits, cache: CacheManager, last_lengths: np.ndarray
     ):
         self._drafter, self._limits, self._cache = drafter, limits, cache
-        self._last_lengths, self._shifts = last_lengths, shifts
+        self._last_lengths = last_lengths
 
     @property
     def needs_token(self) -> bool:
         return self._drafter.needs_token
 
-    def rows(self, sequences: list[Sequence], budget: int, drafts: bool) -> DraftRows:
+    def rows(self, sequences: list[Sequence], budget: int) -> DraftRows:
         """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
-        cache and the tokens in flight. budget: tokens that rows may have beyond one each. drafts: whether any
-        row may have some."""
+        cache and the tokens in flight. budget: drafts that all rows together may have."""
         cache, ids, counts, lens = self._cache, [], [], []
         places: list[np.ndarray] = []
         for sequence in sequences:
             slot = sequence.slot
             length, is_known = cache.lengths.item(slot), sequence.unsettled == 0
             most = 0
-            if drafts and may_draft(sequence):
+            if budget > 0 and may_draft(sequence):
                 most = min(MOST_QUERIES - 1, budget, self._last_lengths.item(slot) - length - 1)
             row = self._ids(sequence, min(most, self._room(sequence, length, most)) if most > 0 else 0)
             count = len(row)
@@ -106,7 +101,7 @@ class DraftPlanner:
         owner = np.repeat(np.arange(len(sequences)), counts)
         slots = np.array([sequence.slot for sequence in sequences], np.int32)[owner]
         place = np.concatenate(places)
-        shifts = self._shifts[slots]
+        shifts = cache.shifts[slots]
         kv_slots = np.where(place < 0, -1, cache.addresses(slots, np.maximum(place, 0) % cache.rings[slots]))
         context_lens = np.array(lens, np.int32)
         verifies = len(place) > len(sequences) or bool((context_lens < 0).any())
@@ -136,11 +131,11 @@ class DraftPlanner:
         assert self._cache.rings.item(sequence.slot) == NO_RING
         return self._cache.extend(sequence, length + 1 + most) - length - 1
 
-    def settle(self, sequence: Sequence, planned: int, kept: int) -> None:
-        """Note that an unsettled row of `planned` tokens keeps the first `kept`."""
+    def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
+        """Note that an unsettled row of `planned` tokens keeps the first `accepted`."""
         sequence.unsettled -= 1
         if sequence.slot < 0:  # preempted since, or released
             return
-        self._cache.lengths[sequence.slot] -= planned - kept
+        self._cache.lengths[sequence.slot] -= planned - accepted
         if sequence.unsettled == 0:
             self._cache.trim(sequence)

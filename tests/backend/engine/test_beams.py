@@ -284,7 +284,7 @@ def test_beams_share_the_blocks_of_their_prompt_and_its_tokens_are_computed_once
     run.device.run = lambda plan: plans.append(plan) or execute(plan)
     run.step()
     run.step()  # four beams of 10 + 1 tokens in blocks of 4: two full ones are shared
-    (group,) = [group for groups in run.scheduler._requests.values() for group in groups]
+    (group,) = run.scheduler.requests.groups()
     blocks = [beam.blocks for beam in group.sequences]
     assert len(blocks) == 4 and len({tuple(one[:2]) for one in blocks}) == 1
     assert len({block for one in blocks for block in one}) == 3
@@ -371,8 +371,8 @@ def test_a_request_that_is_ended_gives_all_back_and_ends_once(params, count, ste
         run.now = 6.0
         run.scheduler.plan()
     else:
-        (group,) = run.scheduler._requests[DOOR, 1]  # as where its adapter cannot be loaded
-        run.scheduler._end_group(group, Finish.ERROR, CapacityError("the end"))
+        (group,) = run.scheduler.requests.of_request((DOOR, 1))  # as where its adapter cannot be loaded
+        run.scheduler.requests.end_group(group, Finish.ERROR, CapacityError("the end"))
     cache = run.scheduler.cache
     assert (cache.index.num_free, cache.reserved, cache.num_free_slots) == (40, 0, 4)
     run.take(run.scheduler.take_events())
@@ -493,4 +493,4 @@ def test_the_context_embedding_and_log_prob_come_with_the_beams() -> None:
     alone = offline.generate([PROMPT], SamplingParams(max_tokens=1, **wanted))[0]
     beams = offline.generate([PROMPT], SamplingParams(max_tokens=5, beam_width=3, **wanted))[0]
     assert np.array_equal(alone.embedding, beams.embedding) and len(beams.sequences) == 3
-    assert offline.scheduler.planner.num_extra_outputs == 0
+    assert offline.scheduler.requests.num_extra_outputs == 0

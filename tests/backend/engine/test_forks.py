@@ -294,7 +294,7 @@ class RealRun:
         request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)
         self.scheduler.submit(DOOR, Submit(0, [request]))
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        (group,) = self.scheduler._requests[DOOR, 0]
+        (group,) = self.scheduler.requests.of_request((DOOR, 0))
         (self.sequence,) = group.sequences
 
     def step(self) -> None:

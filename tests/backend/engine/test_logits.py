@@ -149,7 +149,7 @@ def test_a_step_without_such_requests_wants_no_logits() -> None:
     run.submit(1, [3, 4, 5], max_tokens=4)
     plan = run.scheduler.plan()
     assert plan is not None and plan.parts == []
-    assert run.scheduler.planner.num_extra_outputs == 0
+    assert run.scheduler.requests.num_extra_outputs == 0
 
 
 # ---------------------------------------------------------------- metrics

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
-from tridecode.backend.engine.schedule.planner import HELD_SHARE, HELD_STEPS
+from tridecode.backend.engine.schedule.prefill_planner import HELD_SHARE, HELD_STEPS
 from tridecode.backend.engine.schedule.sequence import Stage
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 

@@ -14,6 +14,7 @@ from tridecode.backend.engine.device.parts.table import RUNS
 from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.parts.table import PARTS
 from tridecode.backend.engine.ranks.agreement import StepDigest
+from tridecode.backend.engine.schedule.output_processor import OutputProcessor
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step import plan_frame
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
@@ -40,7 +41,15 @@ def test_the_plan_and_its_results_have_the_core_and_parts() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [Engine.launch, Engine._replay, Engine._replay_prompts, Pending, Scheduler.commit, StepDigest.committed],
+    [
+        Engine.launch,
+        Engine._replay,
+        Engine._replay_prompts,
+        Pending,
+        Scheduler.commit,
+        OutputProcessor.commit,
+        StepDigest.committed,
+    ],
     ids=lambda one: one.__qualname__,
 )
 def test_the_path_of_a_step_names_no_feature(function) -> None:

@@ -271,8 +271,7 @@ class Run:
 
     def open(self) -> list[Sequence]:
         """The sequences that have not ended."""
-        groups = [group for groups in self.scheduler._requests.values() for group in groups]
-        return [sequence for group in groups for sequence in group.sequences]
+        return [sequence for group in self.scheduler.requests.groups() for sequence in group.sequences]
 
     def take(self, events: list[tuple[bytes, Event]]) -> None:
         for door, event in events:
