@@ -16,7 +16,7 @@ from typing import Callable
 
 from tridecode.backend.base.errors import CheckpointError
 
-ANSWER_S = 10.0  # seconds until a hub that does not answer counts as unreachable, including name resolution
+ANSWER_S = 5.0  # seconds until a hub that does not answer counts as unreachable, including name resolution
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?")
 _FILES = (".gguf", ".nemo")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights

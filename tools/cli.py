@@ -19,6 +19,7 @@ from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.base.threads import spin_briefly
 from tridecode.tools.adapters.commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
+from tridecode.tools.build_repo.cache_commands import app as cache_app
 from tridecode.tools.build_repo.commands import build_repo, check
 from tridecode.tools.client.commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
@@ -92,6 +93,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(adapters_app, name="adapters")
+app.add_typer(cache_app, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

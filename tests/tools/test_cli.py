@@ -86,7 +86,7 @@ def test_help_comes_at_once_and_without_torch() -> None:
     [
         (["build-repo", "--model", "/absent", "--output", "x"], "/absent"),
         (["build-repo", "--model", "m", "--output", "x", "--set", "max_sequences"], "wanted KEY=VALUE"),
-        (["serve", "/absent"], "/absent is not a directory"),
+        (["serve", "/absent"], "/absent: no such file or folder"),
         (["send-request", "/absent.json"], "/absent.json cannot be read"),
         (["send-request"], 'has no "request"'),
         (["bench", "engine", "--preset", "gpt5"], "no preset 'gpt5'"),

@@ -43,28 +43,6 @@ def test_a_cache_that_cannot_be_made_is_told_before_the_model_is_read(tmp_path, 
         demo.demo_repository("someone/absent", tmp_path / cache)
 
 
-def test_the_repository_is_made_once_and_again_when_the_model_changes(tmp_path, monkeypatch) -> None:
-    built = []
-
-    def build(model: str, output: Path) -> None:
-        built.append(output)
-        output.mkdir()
-
-    monkeypatch.setattr(demo, "build_repo", build)
-    model, cache = tmp_path / "My Model 1.5B", tmp_path / "cache"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    other = cache / "my-model-1-5b-instruct-0123456789ab"
-    other.mkdir(parents=True)
-    first = demo.demo_repository(str(model), cache)
-    assert demo.demo_repository(str(model), cache) == first and built == [first]
-    (model / "config.json").write_text('{"hidden_size": 8}')
-    second = demo.demo_repository(str(model), cache)
-    assert built == [first, second] and second != first
-    assert sorted(cache.iterdir()) == sorted([other, second])  # the stale one is removed
-    assert second.name.startswith("my-model-1-5b-")
-
-
 def test_an_answer_is_not_asked_to_be_longer_than_the_models_positions(tmp_path) -> None:
     checkpoint = save(tiny_llama(max_position_embeddings=32), tmp_path / "tiny")
     repository = build_repo(str(checkpoint), tmp_path / "repo", parity=False)

@@ -35,6 +35,11 @@ def check_repository(
     engine_texts(settings, "engine settings")
 
 
+def check_models(contracts: list[str], ensemble_owner: str) -> None:
+    """ConfigError for contracts that do not exist or do not fit together."""
+    repository_models(contracts=contracts, ensemble_owner=ensemble_owner)
+
+
 def check_sources(options: Mapping[str, Path | None], prompts: Iterable[Path]) -> None:
     """ConfigError for a file or folder that does not exist. options: name of an option -> its path."""
     named = [*options.items(), *(("--prompts", path) for path in prompts)]

@@ -1,6 +1,7 @@
 """The commands `tridecode serve` and `tridecode tritonserver`."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Callable, NoReturn, Optional
 
@@ -8,17 +9,48 @@ import typer
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 
+_checkpoint = partial(typer.Option, rich_help_panel="With a checkpoint")
+
 
 def serve(
-    repository: Annotated[Path, typer.Argument(help="A model repository.")],
+    repository: Annotated[
+        str,
+        typer.Argument(
+            help="A model repository, or a checkpoint, which is converted on first use: a folder, a .gguf "
+            "file or a hub id."
+        ),
+    ],
     triton_args: Annotated[
         Optional[list[str]], typer.Argument(metavar="-- [FLAGS]", help="Flags for tritonserver, after --.")
+    ] = None,
+    quantize: Annotated[
+        Optional[str],
+        _checkpoint(metavar="FORMAT", help="int8, int4, fp8, w8a8-int8 ... as in `build-repo`."),
+    ] = None,
+    tp: Annotated[int, _checkpoint(min=1, help="GPUs that share each layer.")] = 1,
+    contract: Annotated[
+        Optional[list[str]], _checkpoint(metavar="NAME[,NAME...]", help="Contracts to serve.")
+    ] = None,
+    for_clients: Annotated[
+        Optional[str],
+        _checkpoint(
+            "--for", metavar="CLIENTS", help="fastertransformer, trtllm or vllm, as in `build-repo`."
+        ),
+    ] = None,
+    cache: Annotated[
+        Optional[Path],
+        _checkpoint(
+            help="Folder of converted repositories. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."
+        ),
     ] = None,
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
     openai_port: Annotated[
-        Optional[int], typer.Option(help="Port of the OpenAI service. Default: config.pbtxt's, or none.")
+        Optional[int],
+        typer.Option(
+            help="Port of the OpenAI service. Default: config.pbtxt's, or none; 9000 with a checkpoint."
+        ),
     ] = None,
     address: Annotated[
         str,
@@ -72,16 +104,21 @@ def serve(
         Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
     ] = None,
 ) -> None:
-    """Run tritonserver on a model repository. Models whose process dies are reloaded, and a tritonserver that
-    dies is restarted; SIGTERM lets open requests finish. Wrong settings end it with exit code 2, every other
-    failure with 1.
+    """Run tritonserver on a model repository or a checkpoint.
+
+    Models whose process dies are reloaded, and a tritonserver that dies is restarted; SIGTERM lets open
+    requests finish. Wrong settings end it with exit code 2, every other failure with 1.
 
     \b
     Example:
       tridecode serve models --grpc-port 9001 -- --log-verbose=1
+      tridecode serve bigscience/bloom-560m --quantize int8
     """
     from tridecode.backend.supervisor import processes
+    from tridecode.tools.build_repo.cache import Conversion
+    from tridecode.tools.build_repo.options import names
     from tridecode.tools.serve import serving
+    from tridecode.tools.serve.checkpoint import find_repository, is_checkpoint, usual_openai_port
     from tridecode.tools.serve.options import ServeOptions
 
     _choose_logs(log_format, request_log)
@@ -89,13 +126,23 @@ def serve(
         processes.die_with_parent()
         if os.getppid() != parent:
             raise typer.Exit(1)
-    options = ServeOptions(
-        repository, http_port, grpc_port, metrics_port, address, door_python, drain_s,
-        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after, openai_port,
-    )  # fmt: skip
-    if openai_port is not None:
-        os.environ.update(options.openai_environment())
-    _exit_with(lambda: serving.serve(options))
+    if openai_port is None and is_checkpoint(repository):
+        openai_port = usual_openai_port(address)
+
+    def options_of(folder: Path) -> ServeOptions:
+        return ServeOptions(
+            folder, http_port, grpc_port, metrics_port, address, door_python, drain_s,
+            tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after, openai_port,
+        )  # fmt: skip
+
+    def run() -> int:
+        conversion = Conversion(quantize, tp, tuple(names(contract)), for_clients)
+        options = options_of(find_repository(repository, conversion, cache))
+        if openai_port is not None:
+            os.environ.update(options.openai_environment())
+        return serving.serve(options)
+
+    _exit_with(run)
 
 
 def tritonserver(context: typer.Context) -> None:

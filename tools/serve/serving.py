@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import state_file
 from tridecode.model_repo_templates.contracts_in import in_words
-from tridecode.tools.client.generate import TEXT_MODELS
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.drain import Drain
 from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.options import ServeOptions
+from tridecode.tools.serve.ready_lines import example_lines, model_name
 from tridecode.tools.serve.server_log import ServerLog
 from tridecode.tools.serve.server_watch import WATCH_S, ServerWatch
 from tridecode.tools.serve.signals import Signals
@@ -154,13 +154,17 @@ class Serving:
         options, ports = self._options, self._options.ports()
         labels = {"http": "HTTP", "grpc": "gRPC"}
         where = [f"{labels.get(name, name)} {options.address_of(name)}:{ports[name]}" for name in ports]
+        if options.openai_port is not None:
+            where.append(f"OpenAI {options.address}:{options.openai_port}")
         _log.info("ready after %.1f s: %s", seconds, ", ".join(where))
-        _log.info("models: %s", ", ".join(self._models))
+        _log.info("model: %s; as %s", model_name(options.repository), ", ".join(self._models))
         _log.info("contracts: %s", in_words(options.repository))
-        if "grpc" in ports and any(name in self._models for name in TEXT_MODELS):
-            everywhere = options.address in (triton_access.LOOPBACK, "0.0.0.0", "")
-            url = f"{'localhost' if everywhere else options.address}:{options.grpc_port}"
-            _log.info('try: tridecode generate --url %s --prompt "The capital of France is"', url)
+        everywhere = options.address in (triton_access.LOOPBACK, "0.0.0.0", "")
+        host = "localhost" if everywhere else options.address
+        for line in example_lines(
+            options.repository, self._models, host, options.http_port, options.openai_port
+        ):
+            _log.info("try: %s", line)
 
     def _start_again(self) -> None:
         """Handle the server's end. Raises TridecodeError if it has died too often."""
