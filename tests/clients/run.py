@@ -30,7 +30,8 @@ from tests.clients.judge import PROMPT_FIRST, Expected, Verdict, judge, shorten
 from tests.clients.programs import BLS, PROGRAMS, Program
 from tests.clients.replay import recorded, refusal
 from tests.integration.clients import post
-from tridecode.tools.demo import content_key, packaged_model
+from tridecode.tools.build_repo.checkpoint_digest import checkpoint_digest, converter_digest
+from tridecode.tools.demo import packaged_model
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +239,9 @@ def _nobody_left() -> Iterator[None]:
 def repository_of(setting: Setting, options: tuple[str, ...]) -> Path:
     """The repository of build-repo's `options`, made where the cache has none. Raises RuntimeError."""
     named = "-".join(word.strip("-") for word in options) or "default"
-    folder = setting.cache / "repositories" / f"{named}-{content_key(setting.model)}"
+    setting.cache.mkdir(parents=True, exist_ok=True)
+    digest = checkpoint_digest(Path(setting.model), setting.cache / "digests.json") + converter_digest()
+    folder = setting.cache / "repositories" / f"{named}-{hashlib.sha256(digest.encode()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     for stale in folder.parent.glob(f"{named}-" + "[0-9a-f]" * 12):
