@@ -234,7 +234,7 @@ def _bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path, kind: int) -> Iterator[bool]:
-    """Whether the lock was free. False for a folder that is gone."""
+    """Yield True if the lock was free, False if it was not or the folder is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
