@@ -116,10 +116,11 @@ def serve(
     """
     from tridecode.backend.supervisor import processes
     from tridecode.tools.build_repo.cache import Conversion
+    from tridecode.tools.build_repo.find_repository import find_repository, is_checkpoint
     from tridecode.tools.build_repo.options import names
     from tridecode.tools.serve import serving
-    from tridecode.tools.serve.checkpoint import find_repository, is_checkpoint, usual_openai_port
     from tridecode.tools.serve.options import ServeOptions
+    from tridecode.tools.serve.ports import usual_openai_port
 
     _choose_logs(log_format, request_log)
     if parent is not None:

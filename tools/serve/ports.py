@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Collection, Iterator
@@ -12,7 +14,10 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve.triton_access import LOOPBACK
 
+#: where the OpenAI service of a checkpoint listens, unless an option says otherwise
+OPENAI_PORT = 9000
 _LISTEN, _ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
+_log = logging.getLogger("tridecode.serve")
 
 
 def free_ports(count: int) -> list[int]:
@@ -102,3 +107,16 @@ def _why_not(setting: str, address: str, port: int, error: OSError) -> str:
         return f"{setting}: {address}:{port} cannot be opened: {error.strerror}"
     holder = ", ".join(map(in_words, who_listens(port))) or "another process"
     return f"port {port} on {address} is taken by {holder}; name a free one with {setting}"
+
+
+def usual_openai_port(address: str) -> int | None:
+    """Return OPENAI_PORT; None where its packages are not installed or the port is taken."""
+    if any(importlib.util.find_spec(name) is None for name in ("uvicorn", "starlette")):
+        _log.info("no OpenAI service: it needs pip install 'tridecode[front]'")
+        return None
+    try:
+        check_free("openai", address, OPENAI_PORT)
+    except ConfigError as error:
+        _log.warning("no OpenAI service: %s", error)
+        return None
+    return OPENAI_PORT

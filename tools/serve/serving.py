@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import state_file
 from tridecode.model_repo_templates.contracts_in import in_words
+from tridecode.tools.client.example_commands import example_lines, model_name
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.drain import Drain
 from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.options import ServeOptions
-from tridecode.tools.serve.ready_lines import example_lines, model_name
 from tridecode.tools.serve.server_log import ServerLog
 from tridecode.tools.serve.server_watch import WATCH_S, ServerWatch
 from tridecode.tools.serve.signals import Signals

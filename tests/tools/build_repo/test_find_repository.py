@@ -10,10 +10,10 @@ import pytest
 
 from tests.tools.serve.fakes import repository
 from tridecode.backend.base.errors import ConfigError
+from tridecode.tools.build_repo import find_repository as checkpoint_module
 from tridecode.tools.build_repo.cache import Conversion
-from tridecode.tools.serve import checkpoint as checkpoint_module
-from tridecode.tools.serve.checkpoint import find_repository, is_checkpoint
-from tridecode.tools.serve.ready_lines import example_lines, model_name
+from tridecode.tools.build_repo.find_repository import find_repository, is_checkpoint
+from tridecode.tools.client.example_commands import example_lines, model_name
 
 
 @pytest.fixture

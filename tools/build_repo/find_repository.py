@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
 
@@ -10,11 +9,8 @@ from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.converters.model_source import find_model
 from tridecode.tools.build_repo.build_entry import build_entry, check_conversion
 from tridecode.tools.build_repo.cache import Conversion, RepositoryCache
-from tridecode.tools.serve.ports import check_free
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.nemo", "*.pt", "config.json", "config.ini", "*/config.ini")
-#: where the OpenAI service of a checkpoint listens, unless an option says otherwise
-OPENAI_PORT = 9000
 _log = logging.getLogger("tridecode.serve")
 
 
@@ -53,16 +49,3 @@ def find_repository(model: str, conversion: Conversion, cache: Path | None = Non
     repository, existed = repositories.find_or_build(checkpoint, conversion, build_entry)
     _log.info("%s: %s", "found in the cache" if existed else "converted", repository)
     return repository
-
-
-def usual_openai_port(address: str) -> int | None:
-    """Return OPENAI_PORT; None where its packages are not installed or the port is taken."""
-    if any(importlib.util.find_spec(name) is None for name in ("uvicorn", "starlette")):
-        _log.info("no OpenAI service: it needs pip install 'tridecode[front]'")
-        return None
-    try:
-        check_free("openai", address, OPENAI_PORT)
-    except ConfigError as error:
-        _log.warning("no OpenAI service: %s", error)
-        return None
-    return OPENAI_PORT
