@@ -1,7 +1,7 @@
-"""A conversion is a table of rules. This module defines a rule and checks a table against a checkpoint.
+"""Conversions are tables of rules: this module defines a rule, and checks a table against a checkpoint.
 
-Everything is checked on names and shapes before a byte is written: each tensor of the target is made exactly
-once, each tensor of the source is used or ignored by name.
+Names and shapes are checked before a byte is written: exactly one rule makes each target tensor, and each
+source tensor is used, or ignored by its name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def same(tensor: Tensor) -> Tensor:
 
 
 def transpose(weight: Tensor) -> Tensor:
-    """torch's Linear (out, in) -> (in, out)."""
+    """Transpose the weight of torch's Linear, (out, in) -> (in, out)."""
     return weight.t()
 
 
 def join_transposed(*weights: Tensor) -> Tensor:
-    """Several Linears (out, in) over one input -> (in, sum of outs)."""
+    """Join the weights of Linears with the same input: (out, in) each -> (in, sum of outs)."""
     return torch.cat([weight.t() for weight in weights], dim=1)
 
 
@@ -36,13 +36,13 @@ def join(*biases: Tensor) -> Tensor:
 
 
 def split_heads(num_heads: int, tensor: Tensor) -> Tensor:
-    """Rows (heads, 3, head size) -> (3, heads, head size): all queries, all keys, all values."""
+    """Reorder rows (heads, 3, head size) -> (3, heads, head size): all queries, all keys, all values."""
     by_head = tensor.reshape(num_heads, 3, -1, *tensor.shape[1:])  # (H, 3, D, ...)
     return by_head.transpose(0, 1).reshape(tensor.shape)
 
 
 def split_heads_transposed(num_heads: int, weight: Tensor) -> Tensor:
-    """(H * 3 * D, C) -> (C, 3 * H * D)."""
+    """Apply split_heads and transpose: (H * 3 * D, C) -> (C, 3 * H * D)."""
     return transpose(split_heads(num_heads, weight))
 
 
@@ -64,7 +64,7 @@ def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
 
 
 def split_groups_transposed(num_heads: int, head_size: int | None, weight: Tensor) -> Tensor:
-    """((H + 2K) * D, C) by kv head -> (C, (H + 2K) * D). head_size: D; None: C / H."""
+    """Apply split_groups and transpose: ((H + 2K) * D, C) -> (C, (H + 2K) * D). head_size: D; None: C / H."""
     return transpose(split_groups(num_heads, head_size or weight.shape[1] // num_heads, weight))
 
 
@@ -75,7 +75,7 @@ def split_group_bias(num_heads: int, head_size: int | None, bias: Tensor, weight
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensor `target` of a weight directory is transform(tensors of `source`). {i} stands for every layer."""
+    """Makes tensor `target` of a weight directory as transform(tensors of `source`). {i}: every layer."""
 
     source: str | tuple[str, ...]
     target: str
@@ -98,7 +98,7 @@ def module_rules(
     weight: Callable[..., Tensor] = same,
     bias: Callable[..., Tensor] = same,
 ) -> list[Rule]:
-    """The rules of `<target>.weight` and `<target>.bias`, from those of the modules `source`."""
+    """Return the rules that make `<target>.weight` and `<target>.bias` from the modules `source`."""
     sources = (source,) if isinstance(source, str) else source
     return [
         Rule(tuple(f"{name}.{kind}" for name in sources), f"{target}.{kind}", transform)
@@ -130,9 +130,9 @@ def plan_conversions(
     num_layers: int,
     where: str,
 ) -> list[Conversion]:
-    """A Conversion for each spec. shapes: of the source's tensors; ignored: names of those to leave out.
+    """Return a Conversion for each spec. shapes: those of the source's tensors; ignored: names to leave out.
 
-    A rule without a spec is skipped (a bias that the config switches off). where: the file of the rules.
+    A rule without a spec is skipped (a bias that the config switches off). where: the file with the rules.
     Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [

@@ -1,4 +1,4 @@
-"""Checks before a launch: letters are bound to sizes, and errors name both sides of a mismatch."""
+"""Checks tensors before a launch. Shapes are given as letters; errors name both sides of a mismatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on an NVIDIA GPU; torch computes the cases without a kernel."""
+"""Attention over the paged KV cache on an NVIDIA GPU; torch handles the cases that have no kernel."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class CudaAttention:
         fields["query_starts"] = batch.query_starts.data_ptr()
         fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
         fields["shared_bytes"] = self._gpu.prompt_shared_bytes
-        if cache.scales is None or batch.fresh_prompts:  # fresh prompts read rounded keys from qkv
+        if (
+            cache.scales is None or batch.fresh_prompts
+        ):  # prompts without cached tokens read quantised keys from qkv
             self._gpu.library.prefill_attention(
                 self._gpu.stream,
                 first_row=batch.num_decodes,
@@ -86,8 +88,7 @@ class CudaAttention:
     def _prefill_dequantised(
         self, dtype: torch.dtype, heads: Heads, batch: Batch, cache: CacheLayer, fields: dict[str, float]
     ) -> None:
-        """Compute prefill attention over an 8-bit cache: its blocks are dequantised to scratch memory, which
-        replaces the cache.
+        """Compute prefill attention over an 8-bit cache, after dequantising its blocks to scratch memory.
 
         Processes as many rows at a time as fit in the scratch memory.
         """
@@ -124,7 +125,7 @@ class CudaAttention:
             self._gpu.library.prefill_attention(stream, first_row=first, num_rows=last, **given)
 
     def _block_numbers(self, count: int) -> Tensor:
-        """Return 0, 1, 2, ... as block tables."""
+        """Return the block tables of the scratch memory: 0, 1, 2, ..."""
         if self._numbers.numel() < count:
             self._numbers = torch.arange(count, dtype=torch.int32, device=self._gpu.device)
         return self._numbers
@@ -138,10 +139,10 @@ def has_kernel(heads: Heads) -> bool:
 def _finishes_apart(heads: Heads, product: Linear) -> bool:
     """Return whether a separate launch finishes the rows (rotation, cache write) before decode attention.
 
-    An H100's step of one sequence in two runs, inside attention and apart, ms: LLaMA-3-8B bf16 5.17 and 5.22,
-    int8 2.82 and 2.85, int4 1.96 and 1.95; BLOOM-7B1, which rotates nothing, fp16 4.91 and 5.00, int8 2.71
-    and 2.79, int4 1.92 and 1.98. Attention becomes resident during that launch, and rotating inside saves
-    little.
+    ms per step of one sequence on an H100, in two runs, inside attention and in a separate launch: LLaMA-3-8B
+    bf16 5.17 and 5.22, int8 2.82 and 2.85, int4 1.96 and 1.95; BLOOM-7B1, which has no rotation, fp16 4.91
+    and 5.00, int8 2.71 and 2.79, int4 1.92 and 1.98. Attention becomes resident during the separate launch,
+    so fusing the rotation saves little.
     """
     rotates_packed = heads.rope is not None and product.kind in ("packed", "int4")
     return heads.changes_qkv or not has_kernel(heads) or rotates_packed

@@ -1,4 +1,4 @@
-"""What an 8-bit cache stores, by the definition of its formats in numpy; transformers with such a cache."""
+"""8-bit cache formats, defined in numpy, and transformers with such a cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-#: the largest number of each format
+#: largest value of each format
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def stored(x: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """x: (..., D) float32 -> the stored numbers, float32, and their scales (..., 1).
+    """Return the stored values of x (..., D) float32, as float32, and their scales (..., 1).
 
     fp8: E4M3 of Micikevicius et al. 2022: 4 significant bits from 2^-6 on, steps of 2^-9 below it.
     """
@@ -30,14 +30,14 @@ def stored(x: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_back(x: np.ndarray, format: str) -> np.ndarray:
-    """x: (..., D) float32 -> the same from the cache, float64."""
+    """Return x (..., D) float32 as read back from the cache, in float64."""
     values, scales = stored(x, format)
     return values.astype(np.float64) * scales
 
 
 @contextmanager
 def transformers_rounds(format: str) -> Iterator[None]:
-    """Every cache of transformers rounds each key and value, (B, K, T, D) after the rotation, to `format`."""
+    """Make every cache of transformers round keys and values, (B, K, T, D) after rotation, to `format`."""
     update = Cache.update
 
     def rounding(self: Cache, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/: run against a served repository, or listed with a reason.
+"""Runs every command in README.md and docs/ against a served repository, or lists why it is not run.
 
 A command that is in neither list fails test_every_command_is_run_or_listed: add it to RUN or to LISTED. Its
 options and the files of this project that it names must exist.
@@ -26,12 +26,12 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "shell", "console")
 PLACEHOLDER = "<directory, hub id or .gguf>"
 
-#: commands of our own, after settings of the environment
+#: prefix of our own commands, with environment variables before it
 OURS = r"(\w+=(\S+|\$\([^)]*\)) )*tridecode "
-#: beginnings of fences without commands
+#: first words of fences that hold drawings instead of commands
 DRAWINGS = ("client ── gRPC", "tools → converters", "backend/               doors/")
 
-#: run as they stand, with the ports of the test's server in place of 8000 and 8001; first match counts
+#: commands that are run, with the ports of the test's server instead of 8000 and 8001; the first match counts
 RUN = (
     r"tridecode build-repo --model <[^>]*> --output models$",
     r"tridecode check models",
@@ -40,7 +40,7 @@ RUN = (
     r"curl .*localhost:8000/v2/models/",
     r"echo '.*' > \w+\.(json|jinja)$",
 )
-#: why a command is not run here
+#: commands that are not run here, and why
 LISTED = {
     r"make (demo|test|nightly|test-gpu|clients|soak|fuzz|kernels|bench|install)\b":
         "installs, or takes minutes",
@@ -80,14 +80,14 @@ LISTED = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page, with its continued lines. where: file and line of its fence."""
+    """One command of a page, continuation lines included. where: file and line of its fence."""
 
     where: str
     text: str
 
 
 def fences(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Where each fence of a page stands, its language and its text."""
+    """Yield file and line, language and text of each fence of a page."""
     text = page.read_text(encoding="utf-8")
     for found in FENCE.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
@@ -95,7 +95,7 @@ def fences(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def split(block: str) -> Iterator[str]:
-    """The commands of a block: a backslash or an open quote continues a line, comments are left out."""
+    """Yield the commands of a block without comments; a backslash or an open quote continues a line."""
     held = ""
     for line in block.splitlines():
         held += line
@@ -139,7 +139,7 @@ def named(command: Command) -> str:
 
 
 def options_of(words: list[str]) -> tuple[str, list[str]]:
-    """The deepest command of `tridecode` that `words` name, and their options that it does not have."""
+    """Return the subcommand of `tridecode` that `words` call, and the options in it that do not exist."""
     found: click.Command = typer.main.get_command(app)
     path = [words[0]]
     rest = words[1 : words.index("--")] if "--" in words else words[1:]
@@ -199,7 +199,7 @@ def test_the_files_that_a_page_links_to_exist(page: Path) -> None:
 
 
 def sections(page: Path) -> set[str]:
-    """The names that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

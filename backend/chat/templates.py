@@ -1,7 +1,7 @@
-"""Chat templates of checkpoints, which are not trusted: rendered in a child process with hard limits.
+"""Renders the untrusted chat templates of checkpoints in a child process with hard limits.
 
-One child renders many templates, and a child that breaks a limit is killed and replaced (child_process.py).
-TemplateRenderer is for callers that wait; event loops use async_templates.py.
+One child renders many templates. A child that exceeds a limit is killed and replaced (child_process.py).
+TemplateRenderer blocks its caller; event loops use async_templates.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RenderLimits", "TemplateFault", "TemplateRenderer", "render_template
 
 
 class TemplateRenderer:
-    """Renders templates in a child process, which starts with the first of them. Threads take turns."""
+    """Renders templates in a child process, started by the first template. Threads take turns."""
 
     def __init__(self, limits: RenderLimits = RenderLimits()):
         self.limits = limits
@@ -33,14 +33,14 @@ class TemplateRenderer:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None where there is none."""
+        """Return the child's process id; None while there is no child."""
         return None if self._child is None else self._child.process.pid
 
     def render(self, source: str, values: Mapping[str, Any]) -> str:
         """Render the template `source` as transformers does.
 
-        values: the variables, of JSON's types. A child that was killed from outside is replaced, and the
-        second one renders. Raises TemplateFault.
+        values: the variables, of JSON's types. If something else kills the child, a second one renders.
+        Raises TemplateFault.
         """
         frame = request_frame(source, values)
         with self._lock:
@@ -63,7 +63,7 @@ class TemplateRenderer:
             self._child = Child(self.limits)
         try:
             answer = self._child.answer(frame)
-        except BaseException:  # a child that has not answered is useless
+        except BaseException:  # a child that has not answered cannot be used again
             self._close()
             raise
         if answer.get("ended"):
@@ -81,5 +81,5 @@ atexit.register(_shared.close)
 
 
 def render_template(source: str, values: Mapping[str, Any]) -> str:
-    """TemplateRenderer.render with the process's one child and the usual limits."""
+    """Call TemplateRenderer.render with the default limits and the one child of this process."""
     return _shared.render(source, values)

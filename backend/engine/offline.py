@@ -1,6 +1,4 @@
-"""The engine without a server: the scheduler and one rank in this process. For parity checks, tests and
-benchmarks.
-"""
+"""Runs the engine without a server, with scheduler and one rank in this process, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -44,9 +42,9 @@ _DOOR = b"offline"
 
 
 class Generation:
-    """The result of one request of one prompt: its first sequence, and all of them if there are more.
+    """The result of one request with one prompt: its first sequence.
 
-    sequences: samples, or beams, best first; the first is this object.
+    sequences: all samples or beams, best first; the first one is this object.
     """
 
     def __init__(self) -> None:
@@ -104,8 +102,8 @@ class Generation:
 class OfflineEngine:
     """Submit sequences, step, read `generations`.
 
-    A step in which requests fail, or pass the deadline of the engine's settings, raises the first one's error
-    once the other generations have their events.
+    If requests fail or pass their deadline in a step, the step raises the error of the first one after the
+    other generations have received their events.
     """
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
@@ -122,7 +120,7 @@ class OfflineEngine:
     ) -> OfflineEngine:
         """Load a weight directory. config: as in config.pbtxt; default: fp32, on a GPU if there is one.
 
-        Requests have no deadline, whatever config says: of many that are submitted together, most wait long.
+        Requests have no deadline, whatever config says, because most of a large batch wait long.
         """
         model = read_model_config(Path(directory))
         # features between steps are off: no loop runs them here
@@ -149,10 +147,10 @@ class OfflineEngine:
         learned: LearnedPrompt | None = None,
         session: SessionRound | None = None,
     ) -> int:
-        """Submit a request and return its number, an index of `generations`.
+        """Submit a request and return its index in `generations`.
 
-        lora_name: name of its adapter. learned: the table of its virtual tokens. session: set if it is a
-        round of a session.
+        lora_name: name of its adapter. learned: the table of its virtual tokens. session: the round, if it
+        belongs to a session.
         """
         number = len(self.generations)
         self.generations.append(Generation())
@@ -163,8 +161,8 @@ class OfflineEngine:
     def step(self) -> bool:
         """Run one step; return False if there was nothing to do.
 
-        With pipeline stages, steps in flight are committed once there is one for each stage, or nothing to
-        launch.
+        With pipeline stages, the oldest step is committed when each stage has one in flight, or when there
+        is nothing to launch.
         """
         plan = self.scheduler.plan()
         if plan is not None:

@@ -1,6 +1,7 @@
-"""Falcon: rotary positions or ALiBi, attention and MLP in parallel or in sequence, one, several or all kv
-heads. Almazrouei et al. 2023. The "new decoder" (40B, 180B) has grouped heads and a norm each for attention
-and MLP.
+"""Falcon, Almazrouei et al. 2023.
+
+Rotary embedding or ALiBi; attention and MLP in parallel or in sequence; multi-head, grouped or multi-query
+attention. The "new decoder" (40B, 180B) has grouped heads, and separate norms for attention and MLP.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from tridecode.kernels.operands import CacheLayer, Heads, Norm
 
 @dataclass(frozen=True)
 class FalconConfig(ModelConfig):
-    """mlp_norm: parallel attention and MLP each have a norm, ln_attn and ln_mlp. rope None: ALiBi."""
+    """mlp_norm: parallel attention and MLP have separate norms, ln_attn and ln_mlp. rope None: ALiBi."""
 
     mlp_norm: bool = False
 
 
 def read(section: IniSection, tied_head: bool) -> FalconConfig:
-    """Section [falcon]: ours, in FasterTransformer's spelling."""
+    """Read section [falcon], which is ours, in FasterTransformer's spelling."""
     common = read_common(section)
     common["num_kv_heads"] = read_kv_heads(section, common["num_heads"])
     alibi = section.flag("use_attention_linear_bias", False)

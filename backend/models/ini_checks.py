@@ -1,4 +1,4 @@
-"""Refuses keys of config.ini that are misspelt or that the model's family does not read. No torch."""
+"""Refuses keys of config.ini that are misspelt, or that the model's family ignores. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_misspelt(section: IniSection) -> None:
             )
 
 
-#: keys that FasterTransformer's converters wrote for models that do not read them
+#: keys that FasterTransformer's converters also wrote for models that ignore them
 _THEIRS = {
     "model_name", "model_variant", "max_pos_seq_len", "layernorm_eps", "layernorm_type", "activation_type",
     "has_positional_encoding", "has_pre_decoder_layernorm", "has_post_decoder_layernorm", "has_adapters",
@@ -31,7 +31,7 @@ _THEIRS = {
 
 
 def refuse_unread(section: IniSection, title: str) -> None:
-    """Raise ConfigError for one of our keys that changes other networks but was not read for this one."""
+    """Raise ConfigError for one of our keys that changes other families but not this one."""
     for name, text in section.items.items():
         key = name.removeprefix(LOCAL)
         if text.strip().lower() in ("", "false", "no", "off", "0", "0.0", "none"):

@@ -1,4 +1,4 @@
-"""The ranks of other nodes, as known to node 0 from the nodes' reports."""
+"""Node 0's view of the ranks on other nodes, made from the reports of these nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tridecode.backend.supervisor.rank import LocalProcess, RankProcess
 from tridecode.backend.supervisor.ranks import RankGroup
 from tridecode.backend.wire.messages import SILENCE_S
 
-FRESH_S = 1.5  # six heartbeats: a node heard within this time is present
+FRESH_S = 1.5  # six heartbeats: a node that reported within this time is present
 _KILLED = -9
 
 
@@ -40,7 +40,7 @@ class Node:
 
 
 class RemoteProcess:
-    """A rank's process on another node, as its supervisor reports it; see ranks.RankProcess."""
+    """A rank's process on another node, as reported by that node's supervisor; see ranks.RankProcess."""
 
     def __init__(self, node: Node, epoch: int, rank: int) -> None:
         assert node.report is not None
@@ -56,10 +56,10 @@ class RemoteProcess:
         return seen.pid if seen else 0
 
     def poll(self) -> int | None:
-        """Return the exit code. After `kill`, a process counts as ended if its node no longer reports it, or
-        is lost:
+        """Return the exit code, or None while the process runs.
 
-        a node that does not hear node 0 ends its ranks.
+        After `kill`, a process counts as ended if its node no longer reports it or is lost, because a node
+        that does not hear node 0 ends its ranks.
         """
         seen = self._seen()
         if seen is not None and not (self._killed and self._node.lost):
@@ -71,7 +71,7 @@ class RemoteProcess:
         return seen.state if seen else ""
 
     def kill(self) -> None:
-        """Leave the epoch out of the node's next order."""
+        """Omit the epoch from the next order to the node, which then ends the process."""
         self._killed = True
 
 
@@ -106,8 +106,8 @@ class NodeRankGroup(RankGroup):
         return RemoteProcess(self._nodes[node], self._epoch, index)
 
     def check(self, now: float, start_timeout_s: float, step_timeout_s: float) -> Failure | None:
-        """Check the ranks of all nodes. A lost node is blamed first, because ranks that communicate with it
-        fail with it: a failure therefore counts only after every node has been heard again, or is lost.
+        """Check the ranks of all nodes. A lost node is reported first, because ranks that communicate with it
+        fail as well. A failure therefore counts only after every node has reported again or is lost.
         """
         lost = self._lost(now)
         if lost is not None:

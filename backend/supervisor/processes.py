@@ -1,6 +1,6 @@
 """Identifies processes by pid and start time, so that a reused pid is never mistaken for the old process.
 
-Reads /proc only (Linux); imports nothing of ours, so a door may use it too.
+Reads only /proc (Linux) and imports none of our modules, so a door may use it as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PF_EXITING = 0x4  # of the kernel's task flags
+_PF_EXITING = 0x4  # flag of an exiting task in the kernel's task flags
 _libc = ctypes.CDLL(None, use_errno=True)
 
 STATE_WORDS = {
@@ -34,7 +34,7 @@ class ProcessId(NamedTuple):
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the third (state) on; None if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")
@@ -44,7 +44,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def state(pid: int) -> str:
-    """The one-letter state that ps shows (R, S, D, T, t, Z, …); "" if there is no such process.
+    """Return the one-letter state that ps shows (R, S, D, T, t, Z, …); "" if the process does not exist.
 
     X: it is exiting. Its connections may close some time before its parent sees the exit.
     """
@@ -55,7 +55,7 @@ def state(pid: int) -> str:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a living process; None if it is gone or a zombie."""
+    """Return the identity of a living process; None if it is gone or a zombie."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return None
@@ -67,7 +67,7 @@ def alive(process: ProcessId) -> bool:
 
 
 def parent(pid: int) -> int:
-    """The parent's pid; 0 if there is no such process."""
+    """Return the parent's pid; 0 if the process does not exist."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
 
@@ -77,7 +77,7 @@ def all_pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Pids whose parent is `pid`, zombies included."""
+    """Return the pids of the children of `pid`, zombies included."""
     lists = glob.glob(f"/proc/{pid}/task/*/children")
     if not lists and os.path.exists(f"/proc/{pid}"):  # a kernel without CONFIG_PROC_CHILDREN
         return [child for child in all_pids() if parent(child) == pid]

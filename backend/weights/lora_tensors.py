@@ -28,7 +28,7 @@ from tridecode.backend.weights.lora import (
 )
 
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; 70 layers of 7 modules need 150 kB
-_MAX_DIMENSIONS = 8  # the product of many sizes can take long to compute; LoRA's tensors have two
+_MAX_DIMENSIONS = 8  # multiplying many sizes could take long; LoRA's tensors have two
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -47,10 +47,10 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter for whole matrices, float32. pairs: target -> (a (R, in), b (out, R)).
+    """An adapter for whole matrices, in float32. pairs: target -> (a (R, in), b (out, R)).
 
-    The matrix (in, out) becomes weight + (b @ a).T: b includes the scale. R: the sum of the ranks of the
-    target's modules.
+    A matrix (in, out) becomes weight + (b @ a).T; b includes the scale. R: sum of the ranks of the modules
+    that make up the target.
     """
 
     pairs: dict[str, tuple[Tensor, Tensor]]
@@ -63,8 +63,8 @@ class Lora:
 def pair_tensors(shapes: Mapping[str, tuple[int, ...]], where: Path) -> dict[str, LoraPair]:
     """Return the pairs of an adapter's tensors by module. where: their file.
 
-    Raises UnsupportedError for other tensors than those of LoRA's linear layers, CheckpointError where A and
-    B do not belong together.
+    Raises UnsupportedError for tensors other than LoRA pairs of linear layers, CheckpointError if A and
+    B do not match.
     """
     halves: dict[str, dict[str, str]] = {}
     for name in shapes:
@@ -99,8 +99,8 @@ def find_modules(
 ) -> dict[str, list[tuple[LoraTarget, int]]]:
     """Return the targets of each of the adapter's modules, each with the module's index.
 
-    Raises UnsupportedError for a module that is not a linear layer of the blocks, RequestError beyond
-    max_rank, CheckpointError where sizes are not the model's.
+    Raises UnsupportedError for a module that is not a linear layer of the blocks, RequestError above
+    max_rank, CheckpointError if sizes differ from the model's.
     """
     known, found = targets.by_module(), {}
     for module, pair in pairs.items():
@@ -154,7 +154,7 @@ def assemble(
 def _joined(
     target: LoraTarget, parts: list[tuple[int, Tensor, Tensor]], targets: LoraTargets
 ) -> tuple[Tensor, Tensor]:
-    """Join the a and b of a target's modules, with each module's outputs at their place."""
+    """Join a and b of a target's modules, each module's outputs at their offset in the target."""
     runs = targets.layouts[target.layout]
     rows, rank = sum(count for _, _, count in runs), sum(a.shape[0] for _, a, _ in parts)
     joined, column = torch.zeros(rows, rank), 0
@@ -244,10 +244,10 @@ def fingerprint(directory: Path) -> tuple[int, ...]:
 
 
 def read_lora(directory: Path, targets: LoraTargets, max_rank: int) -> Lora:
-    """The adapter of a directory with adapter_config.json and adapter_model.safetensors.
+    """Read the adapter in a directory with adapter_config.json and adapter_model.safetensors.
 
-    Raises CheckpointError, UnsupportedError or RequestError, that names file and tensor; names, shapes and
-    sizes are checked before any tensor is read.
+    Names, shapes and sizes are checked before any tensor is read. Raises CheckpointError, UnsupportedError or
+    RequestError, which name the file and the tensor.
     """
     directory = Path(directory)
     path = directory / TENSOR_FILE

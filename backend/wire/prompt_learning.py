@@ -1,9 +1,10 @@
-"""Prompt learning, trained vectors in place of prompt tokens: definitions shared by doors and engine. No
-numpy, no torch.
+"""Definitions of prompt learning (trained vectors instead of prompt tokens) for doors and engine.
+
+Imports neither numpy nor torch.
 
 A virtual token has no id of the vocabulary. In the engine's prompts the id vocab_size + i stands for row i of
-the request's table: an embedding, or the keys and values of a prefix. Contracts have spellings of their own
-(`doors/requests/prompt_inputs.py`). Types are FasterTransformer's prompt_learning_type.
+the request's table: an embedding, or the keys and values of a prefix. Contracts spell these inputs
+differently (`doors/requests/prompt_inputs.py`). Types are FasterTransformer's prompt_learning_type.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import msgspec
 NO_PROMPT = 0
 SOFT_PROMPT = 1  # embeddings before the prompt
 PREFIX_PROMPT = 2  # keys and values of every layer, before position 0
-P_TUNING = 3  # embeddings in place of the ids from prompt_learning_start_id on
+P_TUNING = 3  # embeddings replace the ids from prompt_learning_start_id on
 TYPES = (NO_PROMPT, SOFT_PROMPT, PREFIX_PROMPT, P_TUNING)
 
-#: bytes of one table that a request sends, as sent
+#: limit of the bytes of one table in a request
 MAX_TABLE_BYTES = 64 << 20
-#: most ids after end_id that are taken for padding of the vocabulary: Megatron pads to a multiple of 128 *
+#: up to this many ids after end_id count as padding of the vocabulary: Megatron pads to a multiple of 128 *
 #: ranks
 _MOST_PADDING = 1024
 

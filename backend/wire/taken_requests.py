@@ -1,8 +1,8 @@
-"""Number of requests that a door has accepted and not ended, readable after the door's process has died.
+"""Counts the requests that a door has accepted and not ended; readable after the door's process has died.
 
-Triton 2.51 itself answers, with an error, requests that a dead process has not received or is still working
-on inside execute(). A request whose execute() has returned without an answer can only be ended by its door,
-so never after the door's death. A door counts these requests here.
+If a door dies, Triton 2.51 answers requests that it had not received, or that were inside execute(), with an
+error. A request whose execute() has returned without an answer can only be ended by its door, and so never
+after the door's death. A door counts these requests here.
 
 The count is 8 bytes in an anonymous file (memfd) that the process maps; updating it is a store to memory. The
 kernel keeps the file while any process has it open, so it survives SIGKILL, needs no disk or folder, and
@@ -27,18 +27,18 @@ _LAYOUT = struct.Struct("<8sQ")  # magic, count
 _COUNT = struct.Struct("<Q")
 _MAGIC = b"tdtaken1"
 _CLOSE_ON_EXEC = 1
-#: not os.memfd_create, which a Python built on an old glibc lacks
+#: os.memfd_create is missing in a Python built with an old glibc
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _log = logging.getLogger("tridecode.door")
 
 
 class TakenRequests:
-    """The count of one door, for its whole process. Any thread may call.
+    """The count of one door, shared by its process. Thread-safe.
 
-    Between `begin` and `returned`, execute() works on a request and Triton answers for it. From `returned` to
-    `end` it is counted. Without memfd (a sandbox) nothing is counted, and `serve` relies on Triton's shared
-    memory alone.
+    Between `begin` and `returned` the request is inside execute(), and Triton would answer it. From
+    `returned` to `end` it is counted. Without memfd (a sandbox) nothing is counted, and `serve` relies on
+    Triton's shared memory alone.
     """
 
     def __init__(self) -> None:
@@ -52,19 +52,19 @@ class TakenRequests:
             _log.warning("requests cannot be counted for `tridecode serve`: %s", error)
 
     def begin(self, request: Hashable) -> None:
-        """execute() has received a request."""
+        """Record that execute() has received a request."""
         with self._lock:
             self._executing.add(request)
 
     def returned(self) -> None:
-        """execute() is about to return: count its requests that have not ended."""
+        """Count the requests that have not ended when execute() returns."""
         with self._lock:
             self._taken |= self._executing
             self._executing.clear()
             self._store()
 
     def end(self, request: Hashable) -> None:
-        """The final response of a request was sent."""
+        """Record that the final response of a request was sent."""
         with self._lock:
             self._executing.discard(request)
             if request in self._taken:
@@ -77,7 +77,7 @@ class TakenRequests:
 
 
 def _shared_memory() -> mmap.mmap:
-    """A mapping of a new anonymous file; it holds a descriptor of the file open."""
+    """Map a new anonymous file; the mapping keeps a descriptor of it open."""
     fd = _libc.memfd_create(NAME.encode(), _CLOSE_ON_EXEC)
     if fd < 0:
         raise OSError(ctypes.get_errno(), f"memfd_create: {os.strerror(ctypes.get_errno())}")
@@ -91,13 +91,13 @@ def _shared_memory() -> mmap.mmap:
 
 
 class TakenCount:
-    """Reads the count of a door, also after the door's death."""
+    """Reads the count of a door, even after the door's death."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self) -> int:
-        """Requests that the door has taken and not ended."""
+        """Return the number of requests that the door has accepted and not ended."""
         return _LAYOUT.unpack(os.pread(self._file.fileno(), _LAYOUT.size, 0))[1]
 
 
@@ -114,7 +114,7 @@ def find_count(pid: int) -> TakenCount | None:
 
 
 def _opened(path: str) -> TakenCount | None:
-    """Return None until the door has written the magic. The file is closed with the last reference to it."""
+    """Open the count; None until the door has written the magic. The last reference closes the file."""
     file = open(path, "rb", buffering=0)  # noqa: SIM115  TakenCount keeps it open
     if os.pread(file.fileno(), _LAYOUT.size, 0)[: len(_MAGIC)] == _MAGIC:
         return TakenCount(file)

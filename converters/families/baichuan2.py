@@ -1,4 +1,4 @@
-"""Baichuan 2: Baichuan with a head whose rows have length 1. BaichuanConfig tells the two apart."""
+"""Baichuan 2: Baichuan with head rows normalised to unit length. BaichuanConfig distinguishes the two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tridecode.converters.rules import Rule
 
 
 def unit_rows(weight: Tensor) -> Tensor:
-    """NormHead of the published model."""
+    """Normalise each row, like NormHead of the published model."""
     return normalize(weight.float(), dim=1).to(weight.dtype)
 
 

@@ -35,7 +35,7 @@ def model_config(hf: PreTrainedConfig, **common) -> PhiConfig:
 
 
 def rotated_size(hf: PreTrainedConfig, head_size: int, title: str) -> int:
-    """Dimensions of a head that are rotated. UnsupportedError for an odd number, or none."""
+    """Return the number of rotated dimensions of a head. Raises UnsupportedError if it is odd or 0."""
     factor = hf.rope_parameters.get("partial_rotary_factor", 1.0)
     size = int(head_size * factor)
     if size < 2 or size % 2:

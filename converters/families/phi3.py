@@ -1,4 +1,4 @@
-"""Phi-3: LLaMA's names, but q, k and v are one matrix, as are gate and up."""
+"""Phi-3: tensor names as in LLaMA, with q, k and v fused into one matrix, and gate and up into another."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rules(num_heads: int) -> list[Rule]:
 
 
 def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
-    """llama.cpp leaves the window out; the published models have it."""
+    """Return the settings that llama.cpp omits: the window, which the published models have."""
     held, rope = decoder_settings(header), partial_rope(header)
     original = header.number("rope.scaling.original_context_length", held["max_position_embeddings"])
     return {

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as llama.cpp runs it, as a tokenizer of the tokenizers library.
+"""Rebuilds the tokenizer of a GGUF file with the tokenizers library, so that it behaves as in llama.cpp.
 
-transformers' own reader knows neither the rules that a pre-tokenizer's name implies (pre_tokenizers.py)
-nor most of the keys. Every key of tokenizer.ggml is read, named as without effect here, or refused.
+transformers' own reader does not know the rules of each pre-tokenizer name (pre_tokenizers.py), nor most of
+the keys. Here every key of tokenizer.ggml is read, listed as having no effect, or refused.
 Source: llama.cpp b11549, src/llama-vocab.cpp.
 """
 
@@ -22,14 +22,14 @@ from tridecode.converters.gguf.special_tokens import looks_like_control, named_i
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf.TokenType
 _SPACE = "▁"
-#: tokenizer.ggml.model of the two kinds that are rebuilt
+#: the two values of tokenizer.ggml.model that are supported
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
     "add_space_prefix",
 }
-#: read by llama.cpp for other kinds of tokenizers, or only while it generates or formats text
+#: keys that llama.cpp reads only for other tokenizers, or while it generates or formats text
 _WITHOUT_EFFECT = {
     *("token_type_count", "add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap"),
     *("suppress_tokens", "added_tokens", "normalizer.lowercase", "normalizer.strip_accents"),
@@ -42,7 +42,7 @@ def is_tokenizer(kind: object) -> bool:
 
 
 def load_gguf_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the metadata of a GGUF file. path: the file, for errors.
+    """Build the tokenizer from the metadata of a GGUF file. path: the file, for errors.
 
     Raises UnsupportedError for a kind of tokenizer, pre-tokenizer or key that cannot be rebuilt,
     CheckpointError for damaged metadata.
@@ -71,12 +71,12 @@ def load_gguf_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedToke
     if isinstance(template, str):
         named["chat_template"] = template
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
-    made.name_or_path = str(path)  # tells the comparison which tokenizer this is
+    made.name_or_path = str(path)  # identifies the tokenizer in the comparison
     return made
 
 
 def tokenizer_notes(fields: Mapping[str, Any]) -> list[str]:
-    """Sentences for the user about what is guessed, or not read."""
+    """Return notes for the user on guesses, and on keys that are ignored."""
     notes = []
     if fields.get(f"{_PREFIX}model") == _BPE and f"{_PREFIX}pre" not in fields:
         notes.append(
@@ -90,7 +90,7 @@ def tokenizer_notes(fields: Mapping[str, Any]) -> list[str]:
 
 
 class _Vocabulary:
-    """Tokens, their types and scores. Raises CheckpointError where the arrays do not fit each other."""
+    """Tokens, their types and scores. Raises CheckpointError if the arrays differ in length."""
 
     def __init__(self, fields: Mapping[str, Any], path: Path):
         self._fields, self._path = fields, path
@@ -106,7 +106,7 @@ class _Vocabulary:
             raise CheckpointError(f"{path} has the token {twice[:80]!r} twice in tokenizer.ggml.tokens")
 
     def array(self, key: str, kind: Any, size: int | None) -> list[Any]:
-        """An array of the metadata; empty if it is absent, which only `tokens` must not be."""
+        """Return an array of the metadata; empty if it is absent, which is an error only for `tokens`."""
         found = self._fields.get(f"{_PREFIX}{key}")
         if found is None and key != "tokens":
             return []
@@ -120,13 +120,13 @@ class _Vocabulary:
         return found
 
     def special(self, key: str) -> str | None:
-        """The token of tokenizer.ggml.<key>_token_id; an id that the vocabulary lacks is left out."""
+        """Return the token of tokenizer.ggml.<key>_token_id; None for an id outside the vocabulary."""
         number = named_id(self._fields, key)
         return None if number is None or not 0 <= number < len(self.tokens) else self.tokens[number]
 
 
 def _byte_level(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE, and whether BOS is added where no key says so."""
+    """Build a byte-level BPE; also return whether BOS is added by default."""
     rules = _pre_tokenizer(fields, path)
     merges = [_pair(merge) for merge in held.array("merges", str, None)]
     if not merges:
@@ -154,13 +154,13 @@ def _pre_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTokenizer:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """The halves of a merge, which a blank divides; the first may begin with one."""
+    """Split a merge at its space into two tokens; the first may itself begin with a space."""
     at = merge.find(" ", 1)
     return (merge[:at], merge[at + 1 :]) if at > 0 else ("", "")
 
 
 def _sentencepiece(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> Tokenizer:
-    """A BPE of sentencepiece, whose merges follow from the tokens' scores."""
+    """Build sentencepiece's BPE, whose merges follow from the scores of the tokens."""
     scores = dict(zip(held.tokens, map(float, held.scores)))
     unknown = held.special("unknown")
     model = models.BPE(
@@ -178,7 +178,7 @@ def _sentencepiece(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> 
 
 
 def _add_special_tokens(tokenizer: Tokenizer, held: _Vocabulary, name: str) -> None:
-    """Add tokens that are matched as a whole in a text before it is split."""
+    """Add the tokens that are matched in a text before it is split."""
     is_phi3 = any(part in name.lower() for part in ("phi-3", "phi3"))
     added = []
     for token, kind in zip(held.tokens, held.types):
@@ -216,7 +216,7 @@ def _unknown_keys(fields: Mapping[str, Any]) -> Sequence[str]:
     return [key for key in keys if key not in known]
 
 
-#: ids of tokens that end a text, or that only a prompt's author uses
+#: ids of tokens that end a text, or that only prompts use
 _END_AND_FILL_IDS = {
     f"{name}_token_id"
     for name in (
@@ -227,7 +227,7 @@ _END_AND_FILL_IDS = {
 
 
 def _refuse_unknown_keys(fields: Mapping[str, Any], path: Path) -> None:
-    """UnsupportedError for a key that may change how a text is split; ids of tokens do not."""
+    """Raise UnsupportedError for a key that may change how text is split; token ids cannot."""
     for key in _unknown_keys(fields):
         if not key.endswith("_token_id"):
             raise UnsupportedError(

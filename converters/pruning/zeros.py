@@ -9,21 +9,21 @@ from torch import Tensor
 from tridecode.backend.weights.manifest import Manifest
 
 _GROUP = 4  # 2:4 sparsity: at most two of every four consecutive inputs of an output are nonzero
-_CHUNK = 1 << 18  # weights that are counted together, few enough to stay in the cache
+_CHUNK = 1 << 18  # weights counted at a time, few enough to stay in the cache
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ZeroCounter:
     """Counts the zeros, of either sign, of a matrix (in, out) of a floating dtype.
 
-    `update` takes its rows in order, some at a time, contiguous. A count of 134 MB of float16 takes 50 ms, of
-    a matrix that is half zero 110 to 170 ms (one core of an AVX2 machine).
+    `update` takes its rows in order, in contiguous chunks. Counting 134 MB of float16 takes 50 ms, and 110 to
+    170 ms if half of the weights are zero (one core of an AVX2 machine).
     """
 
     def __init__(self) -> None:
         self.weights = self.zeros = 0
-        self._fits = True  # no group of four inputs has more than two weights so far
-        self._rest: np.ndarray | None = None  # rows of the last group, not complete yet
+        self._fits = True  # no group of four inputs has more than two nonzero weights so far
+        self._rest: np.ndarray | None = None  # rows of the last, incomplete group
 
     @property
     def two_of_four(self) -> bool:

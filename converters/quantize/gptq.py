@@ -29,12 +29,13 @@ def gptq(
 
     weight: float32 or float64, the dtype of the arithmetic; the Hessian is inverted in float64.
     hessian: (in, in), the mean of x x^T over the inputs x. An input that was always 0 is rounded to nearest.
-    act_order: inputs with large values are rounded first, while most others remain to compensate.
+    act_order: round inputs with large values first, while most others can still compensate.
     static_groups: groups are consecutive inputs, with grids computed before any weight is changed. Otherwise
     a grid is computed from the changed weights when its group begins, and with act_order the groups follow
     that order (`QuantizedWeight.groups`). shrink: see Grid.of, for the grids of static groups. damping: added
-    to the Hessian's diagonal, as a share of its mean; ten times as much while the matrix is
-        singular. Raises CheckpointError if the Hessian is not finite.
+    to the Hessian's diagonal, as a share of its mean; multiplied by ten while the matrix is singular.
+
+    Raises CheckpointError if the Hessian is not finite.
     """
     num_inputs, size = weight.shape[1], grid.group_size or weight.shape[1]
     order = torch.arange(num_inputs, device=weight.device)
@@ -67,7 +68,7 @@ def gptq(
 
 
 def _factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian, (in, in) float64."""
+    """Return the upper Cholesky factor of the inverse of the damped Hessian, (in, in) float64."""
     hessian = hessian.double()
     diagonal = hessian.diagonal()
     if not torch.isfinite(diagonal).all():

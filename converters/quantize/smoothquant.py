@@ -14,16 +14,16 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import STEPS, spread_rows
 from tridecode.kernels.formats.quantized import as_rounded
 
-ALPHA = 0.5  # the paper's, for most models
-_LEAST = 1e-5  # of the scales
+ALPHA = 0.5  # the paper's value for most models
+_LEAST = 1e-5  # lower bound of the scales
 
 
 def smoothing_scales(weights: Sequence[Tensor], max_abs: Tensor, alpha: float = ALPHA) -> Tensor:
-    """Return (in,), the scale of each input: its weights are multiplied by it, the tensors that produce the
+    """Return (in,) scales. Weights are multiplied by the scale of their input; the tensors that produce the
     input are divided by it.
 
-    weights: matrices (out, in) over one input. max_abs: (in,) the largest |x|. The scale is
-    max_abs ** alpha / max |w| ** (1 - alpha), the largest over all matrices; 1 where either is 0.
+    weights: matrices (out, in) with the same input. max_abs: (in,) the largest |x|. The scale is
+    max_abs ** alpha / max |w| ** (1 - alpha), with the maximum over all matrices; 1 if either is 0.
     """
     largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     scales = (max_abs.to(largest.dtype) ** alpha / largest ** (1 - alpha)).clamp(min=_LEAST)
@@ -33,11 +33,11 @@ def smoothing_scales(weights: Sequence[Tensor], max_abs: Tensor, alpha: float = 
 def searched_smoothing_scales(
     weights: Sequence[Tensor], max_abs: Tensor, sample: Tensor, grid: Grid, activations: str
 ) -> Tensor:
-    """Return smoothing_scales with the alpha of a grid from 0 to 1 that has the least error, or no scales if
-    that is better.
+    """Return smoothing_scales for the alpha with the least error, from a grid of 0 to 1; all 1 if that is
+    better.
 
     sample: (R, in), inputs. activations: the format to which they are quantised. The error is the sum of
-    squares over all products, with inputs and weights rounded to nearest.
+    squares over all outputs, with inputs and weights rounded to nearest.
     """
     rows = [spread_rows(weight) for weight in weights]
     exact = [sample @ row.t() for row in rows]

@@ -1,4 +1,4 @@
-"""Checkpoints in llama.cpp's format, .gguf."""
+"""Reads checkpoints in llama.cpp's format, .gguf."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from tridecode.converters.sources.gguf_header import check_gguf_header
 from tridecode.converters.sources.gguf_metadata import GgufMetadata
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: vectors that became settings of the rotary positions
+#: tensors that are read as settings of the rotary embedding
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a stored tensor. name: llama.cpp's of that part; rows: None: all; an int: one, as a vector."""
+    """Rows of a stored tensor. name: llama.cpp's name. rows: a slice; None: all rows; an int: one row, as a
+    vector."""
 
     held: gguf.ReaderTensor
     name: str
@@ -41,9 +42,9 @@ class _Piece:
 
 
 class GgufSource:
-    """A checkpoint in llama.cpp's format: a tensor is dequantised to float32 when it is read.
+    """A checkpoint in llama.cpp's format, whose tensors are dequantised to float32 when they are read.
 
-    `read` undoes what llama.cpp's converter changed, by the family's GgufRules.
+    `read` reverses the changes of llama.cpp's converter, by the family's GgufRules.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GgufSource:
     ):
         assert family.gguf is not None
         self._rules, self._config = family.gguf, config
-        layers = min(config.num_hidden_layers, len(reader.tensors))  # a damaged file may say millions
+        layers = min(config.num_hidden_layers, len(reader.tensors))  # a damaged file may claim millions
         held = {tensor.name: tensor for tensor in reader.tensors if tensor.name not in _FACTORS}
         self._pieces = dict(_placed(held, family, config, layers, absent))
         used = {piece.held.name for pieces in self._pieces.values() for piece in pieces}
@@ -70,7 +71,7 @@ class GgufSource:
         return all(len(pieces) == 1 and pieces[0].rows is None for pieces in self._pieces.values())
 
     def dtype(self, name: str) -> torch.dtype:
-        """float16, the dtype of its scales, for a quantised tensor."""
+        """Return the stored dtype; for a quantised tensor float16, the dtype of its scales."""
         return _GGUF_DTYPES.get(self._pieces[name][0].held.tensor_type.name, torch.float16)
 
     def read(self, name: str) -> Tensor:
@@ -113,7 +114,7 @@ def _placed(
     layers: int,
     absent: tuple[str, ...],
 ) -> Iterator[tuple[str, tuple[_Piece, ...]]]:
-    """transformers' name of each tensor that the rules read, and what makes it; names by gguf's own table."""
+    """Map transformers' name of each tensor that the rules read to its pieces, by gguf's own name table."""
     rules = family.gguf
     assert rules is not None
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == rules.architecture)
@@ -155,7 +156,7 @@ def _fused(held: dict[str, gguf.ReaderTensor], name: str, config: PreTrainedConf
 def _joined(
     held: dict[str, gguf.ReaderTensor], source: str, joined: Mapping[str, tuple[str, ...]]
 ) -> tuple[_Piece, ...]:
-    """The tensors that make the rows of transformers' fused one."""
+    """Return the pieces whose rows make up transformers' fused tensor."""
     module, parts = next(((module, parts) for module, parts in joined.items() if module in source), ("", ()))
     if not parts:
         return ()
@@ -165,9 +166,9 @@ def _joined(
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a .gguf file; of its tensors only the factors of rotary positions are read.
+    """Open a .gguf file; the only tensors read now are the factors of the rotary embedding.
 
-    CheckpointError or UnsupportedError.
+    Raises CheckpointError or UnsupportedError.
     """
     reader, fields = _read_gguf(require_file(path))
     family = gguf_family(fields.get("general.architecture"), path)
@@ -218,7 +219,7 @@ def _is_expanded(kind: gguf.GGMLQuantizationType) -> bool:
 
 
 def _config(family: CheckpointFamily, header: GgufHeader) -> PreTrainedConfig:
-    """transformers' config. Raises CheckpointError for numbers that do not describe a model."""
+    """Return transformers' config. Raises CheckpointError if the metadata does not describe a model."""
     assert family.gguf is not None
     try:
         settings = family.gguf.settings(header)
@@ -235,7 +236,8 @@ def _config(family: CheckpointFamily, header: GgufHeader) -> PreTrainedConfig:
 
 
 def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, GgufMetadata]:
-    """The file's reader and its metadata. CheckpointError for a file that is damaged or foreign."""
+    """Return the file's reader and metadata. Raises CheckpointError for a file that is damaged or not
+    GGUF."""
     check_gguf_header(path)
     try:
         reader = gguf.GGUFReader(path)

@@ -24,12 +24,13 @@ from tridecode.converters.sources.quantized import QuantizedSource, quantization
 from tridecode.converters.sources.runtime_scales import WithoutRuntimeScales
 from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
-_MAX_COUNT = 10_000  # of layers, and of labels of a classifier
+_MAX_COUNT = 10_000  # limit of the numbers of layers and of classifier labels
 _MAX_END_IDS = 1000
 
 
 def open_directory(path: Path) -> Checkpoint:
-    """A directory with config.json; no tensor is read. CheckpointError or UnsupportedError."""
+    """Open a directory with config.json without reading tensors. Raises CheckpointError or
+    UnsupportedError."""
     raw = read_json(path / "config.json")
     _check_counts(raw, path / "config.json")
     family = family_of(raw.get("model_type"), path / "config.json")
@@ -75,8 +76,8 @@ def open_directory(path: Path) -> Checkpoint:
 def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -> Module:
     """Load transformers' model.
 
-    attention: its implementation, None for its default, which before 5.21 may ignore a soft cap of the
-    scores.
+    attention: implementation of attention; None: the default, which ignores soft-capping of scores in some
+    versions before 5.21.
     """
     with no_progress_bars():
         return AutoModelForCausalLM.from_pretrained(
@@ -109,7 +110,7 @@ def transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
     try:
         with no_progress_bars():
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **kwargs)
-    except Exception as error:  # transformers checks configs with errors of its own and of huggingface_hub
+    except Exception as error:  # transformers raises errors of its own and of huggingface_hub
         reason = " ".join(str(error).split())
         raise CheckpointError(f"transformers cannot read the config of {path}: {reason}") from None
 
@@ -126,7 +127,8 @@ def _config_of(config_class: type[PreTrainedConfig], raw: dict[str, Any], path: 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers' bars write carriage returns into logs; the command has a spinner of its own."""
+    """Disable transformers' progress bars, which write carriage returns into logs; the command has a
+    spinner."""
     shown, bar = transformers_logging.is_progress_bar_enabled(), transformers_gguf.tqdm
     transformers_logging.disable_progress_bar()
     transformers_gguf.tqdm = lambda items, **_options: items

@@ -1,4 +1,4 @@
-"""Quantises matrices to 8 or 4 bit without calibration: int8 and fp8 per output, int4 in groups of inputs."""
+"""Quantises matrices to 8 or 4 bit without calibration: int8 and fp8 per output, int4 per group of inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 
 #: format -> largest magnitude of a value
 _LIMITS = {"int8": 127.0, "fp8": 448.0}
-_LEVELS = 15  # of int4, above 0
+_LEVELS = 15  # the largest value of int4
 _BLOCK_ELEMENTS = 4 << 20  # weights held in float32 at a time
 
 

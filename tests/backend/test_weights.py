@@ -1,4 +1,4 @@
-"""Weight reading against files that the tests cut themselves with numpy, by FasterTransformer's rules."""
+"""Reading of weight files, compared with files that numpy splits by FasterTransformer's rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
-#: of every family; 12 heads, which many numbers of ranks divide
+#: configs of every family, with 12 heads, which many numbers of ranks divide
 SHARED = {family: model_config(case.hf_config(**case.shared)) for family, case in FAMILIES.items()}
 
 
@@ -50,7 +50,7 @@ def whole_tensors(config: ModelConfig, seed: int = 5) -> dict[str, np.ndarray]:
 
 
 def rank_share(name: str, whole: np.ndarray, config: ModelConfig, rank: int, ranks: int) -> np.ndarray | None:
-    """What rank's file of `name` holds, by FasterTransformer's rules; None: the tensor is not split."""
+    """Return the content of the rank's file of `name` by FasterTransformer's rules; None: it is not split."""
 
     def cut(part: np.ndarray, axis: int) -> np.ndarray:
         return np.split(part, ranks, axis=axis)[rank]
@@ -88,7 +88,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def degrees_of(config: ModelConfig, *degrees: int) -> list[int]:
-    """Those at which a head stays whole."""
+    """Return the degrees that do not split a head."""
     return [ranks for ranks in degrees if config.num_kv_heads % ranks == 0]
 
 
@@ -121,7 +121,7 @@ def test_any_stored_degree_reads_at_any_other(tmp_path, name, stored):
     ],
 )
 def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path, kv_heads, stored):
-    """12 query heads; key and value heads by numpy: rank r has the head of its first query head."""
+    """With 12 query heads, rank r reads the KV head of its first query head."""
     shape = replace(CONFIGS["llama"], num_kv_heads=kv_heads, attention_bias=True, mlp_size=48)
     heads = whole_tensors(shape)["model.layers.0.attention.query_key_value.weight"]
 
@@ -152,7 +152,7 @@ def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path, kv_heads, stored):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [29, 32, 50257 // 1000, 3])
 def test_rows_of_the_vocabulary_are_split_and_padded(tmp_path, size, ranks):
-    """One file at any degree; ceil(V / t), then the next multiple of 8."""
+    """The file has the same rows at any degree t: ceil(V / t), rounded up to a multiple of 8."""
     whole = np.random.default_rng(size).standard_normal((size, 5)).astype(np.float32)
     whole.tofile(tmp_path / "model.wte.bin")
     spec = vocabulary_rows(WeightSpec("model.wte", (size, 5)))
@@ -182,9 +182,8 @@ def test_one_file_is_mapped_and_not_copied(tmp_path):
     name = "model.layers.0.mlp.dense_h_to_4h.weight"
     before = len(os.listdir("/proc/self/fd"))
     held = [reader.read(reader.specs[name], rank, 4) for rank in range(4) for _ in range(100)]
-    assert (
-        len(os.listdir("/proc/self/fd")) == before
-    )  # a large model on the CPU maps more files than a process may open
+    # on a CPU a large model maps more files than a process may have open
+    assert len(os.listdir("/proc/self/fd")) == before
     file_bytes = (tmp_path / "w" / f"{name}.0.bin").stat().st_size
     assert held[0].untyped_storage().nbytes() == file_bytes  # the whole file behind a quarter of the tensor
     assert not held[0].is_contiguous()
@@ -205,13 +204,14 @@ def test_a_mapped_tensor_never_writes_to_its_file(tmp_path):
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
-    """For any sections, stored degree and wanted degree, and reading only byte_range of each file."""
+    """Any sections, stored degree and wanted degree give the right part and read only byte_range of each
+    file."""
     stored, world = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     unit = int(np.lcm(stored, world))
     sections = tuple(unit * n for n in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     axis = data.draw(st.integers(0, 1))
     shape = (5, sum(sections)) if axis else (sum(sections), 5)
-    padded = data.draw(st.booleans())  # it changes nothing where the ranks divide
+    padded = data.draw(st.booleans())  # without effect if the sizes are divisible by the ranks
     spec = WeightSpec("t", shape, axis=axis, sections=sections, padded=padded)
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
@@ -220,9 +220,7 @@ def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
         return np.concatenate([np.split(part, ranks, axis=axis)[rank] for part in parts], axis=axis)
 
     directory = tmp_path_factory.mktemp("pieces")
-    reader = object.__new__(
-        WeightReader
-    )  # only what pieces() looks at: the specs of a family have no such shapes
+    reader = object.__new__(WeightReader)  # only the fields that pieces() reads; no family has such shapes
     reader.directory, reader.stored_size, reader.dtype = directory, stored, torch.float32
     for rank in range(stored):
         np.ascontiguousarray(share(rank, stored)).tofile(directory / f"t.{rank}.bin")
@@ -285,7 +283,7 @@ def test_a_missing_file_is_named(written):
 
 
 def test_int8_files_of_fastertransformer_do_not_replace_those_of_the_weights(written):
-    """Its converter writes them beside the float files, which are read: int8_mode rounds at load."""
+    """FasterTransformer writes int8 files next to the float files; we read these and quantise at load."""
     file = next(written.glob("model.layers.0.attention.dense.weight.*.bin"))
     rounded = file.with_name(file.name.replace(".weight.", ".weight.int8."))
     rounded.write_bytes(bytes(file.stat().st_size // 4))

@@ -1,4 +1,4 @@
-"""The rules of every family give a quantised matrix that expands to the rule of the expanded matrices."""
+"""For every family, a rule on quantised matrices, then dequantised, equals the rule on dequantised ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tridecode.converters.rules import (
 from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 
 COLUMNS = 32
-#: transform, outputs of its sources
+#: transform, and the number of outputs of each source
 RULES = {
     "transposed": (transpose, [48]),
     "Conv1D": (same, [48]),
@@ -70,7 +70,7 @@ def test_a_rule_of_quantised_matrices_is_the_rule_of_the_expanded_ones(rule, for
     found = joined(layout, weights)
     assert torch.equal(found.expanded().t(), conversion.transform(*dense))
     assert found.activations == weights[0].activations
-    if format == "fp8":  # heads of 4 rows cut the blocks of 16, whole modules do not
+    if format == "fp8":  # heads of 4 rows split blocks of 16; whole modules do not
         assert found.block_rows == (1 if rule.startswith("by") else 16)
 
 

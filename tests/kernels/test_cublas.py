@@ -1,4 +1,4 @@
-"""Products by cuBLASLt against float64: how often they are rounded, odd addresses, and what is refused."""
+"""GEMMs through cuBLASLt compared with float64: number of roundings, unaligned addresses, refusals."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tridecode.kernels.gemm import cublas
 from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.operands import Linear
 
-#: half a unit in the last place, and what the tensor cores' float32 sums of 4096 numbers add
+#: half a unit in the last place, plus the error of the tensor cores' float32 sums of 4096 values
 ROUNDED_ONCE = {torch.float16: 2**-11 * 1.8, torch.bfloat16: 2**-8 * 1.1}
 
 
 def unit(wanted: torch.Tensor) -> torch.Tensor:
-    """The power of two below each number, 1 / 16 at least."""
+    """Return the largest power of two not above each value, at least 1 / 16."""
     return torch.exp2(wanted.abs().clamp(min=2**-4).log2().floor())
 
 
 def rounding(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest error of `out` in parts of `unit`."""
+    """Return the largest error of `out`, in multiples of `unit`."""
     return ((out.double() - wanted).abs() / unit(wanted)).max().item()
 
 
@@ -38,7 +38,7 @@ def test_bias_and_residual_are_added(
     bias: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Before the only rounding; in place after the product with its bias has been rounded."""
+    """They are added before the only rounding; in place, after product and bias have been rounded."""
     linear = make_linear(cuda_place, 4096, 1024, dtype, bias)
     x, residual = cuda_place.normal(tokens, 4096, dtype=dtype), cuda_place.normal(tokens, 1024, dtype=dtype)
     product, out = product64(x, linear), residual.clone()

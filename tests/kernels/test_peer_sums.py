@@ -1,4 +1,5 @@
-"""Sums over tensor ranks through peer memory, a process each: on as many GPUs as there are, else on one."""
+"""All-reduce over peer memory, one process per tensor rank, on separate GPUs if there are enough, else on
+one."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_more_ranks_send_long_steps_in_two_shots_and_longer_ones_through_nccl() 
 
 
 def test_every_rank_owns_a_row_of_two_shots() -> None:
-    """Else a rank would name the owner of a row for another one that did not come (SharedPatience)."""
+    """Otherwise a rank would blame the owner of a row for another rank that is missing (SharedPatience)."""
     for ranks in range(3, 9):
         for row_bytes in (16, ROW, 32 << 10):
             assert plan(ranks, 1 << 16, row_bytes).one_shot >= ranks - 1

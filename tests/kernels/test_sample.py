@@ -1,4 +1,4 @@
-"""sample, feature by feature, against the contract in kernels/ops.py written out in numpy's float64."""
+"""Compares each feature of `sample` with the contract in kernels/ops.py, computed in float64 by numpy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(
 def expected_draw(
     logits: np.ndarray, top_k: int, top_p: float, seed: int, generated: int, min_p: float = 0.0
 ) -> int:
-    """The contract's draw: min-p, top-k and top-p with ties, then the largest logit plus Gumbel noise."""
+    """Draw by the contract: min-p, top-k and top-p with ties, then the largest logit plus Gumbel noise."""
     keep = np.isfinite(logits)
     if min_p:
         keep &= np.exp(logits - logits.max()) >= min_p
@@ -52,7 +52,7 @@ def expected_draw(
 
 
 def test_philox_gives_the_published_words():
-    """Random123's known answers for philox4x32-10."""
+    """The generator gives Random123's known answers for philox4x32-10."""
     zero = philox((0, 0), np.zeros((1, 4), np.uint64))
     assert [f"{int(w):08x}" for w in zero[0]] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     ones = philox((0xFFFFFFFF, 0xFFFFFFFF), np.full((1, 4), 0xFFFFFFFF, np.uint64))
@@ -149,7 +149,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(place: Place):
 
 
 def test_draws_follow_the_distribution(place: Place):
-    """4,000 draws of five tokens: each count within five standard deviations."""
+    """Of 4,000 draws of five tokens, each count is within five standard deviations."""
     share = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     state = make_state(place, 40, 5)
     for slot in range(40):
@@ -211,14 +211,14 @@ def test_bad_words_are_stopped_at_their_last_id(place: Place):
         state.bad_ends[slot, :2] = place.ints([3, 4])
         state.history[slot, : len(history)] = place.ints(history)
     tokens, _ = run(place, logits, [0, 1, 2], state)
-    assert tokens == [9, 9, 7]  # 8 is always stopped, 7 only after 2 3; 9 is beyond the two words
+    assert tokens == [9, 9, 7]  # 8 is always excluded, 7 only after 2 3; 9 lies beyond the configured words
     assert state.history[:, :4].tolist() == [[1, 2, 3, 9], [2, 3, 9, 0], [3, 7, 0, 0]]
     tokens, _ = run(place, logits, [0, 1, 2], state)
-    assert state.column("history_length").tolist() == [4, 4, 3]  # a full history grows no longer
+    assert state.column("history_length").tolist() == [4, 4, 3]  # a full history does not grow
 
 
 def end_ids(place: Place, *ids: int) -> Tensor:
-    """Of a slot: -1 behind the ids."""
+    """Return a slot's end ids, padded with -1."""
     most = SLOT["end_ids"].shape[0]
     return place.ints([*ids, *[-1] * (most - len(ids))])
 
@@ -246,7 +246,7 @@ def end_ids(place: Place, *ids: int) -> Tensor:
 def test_all_end_ids_are_impossible_until_enough_tokens(
     place: Place, vocab: int, ends: list[int], settings: dict
 ):
-    """They lie at both ends of the vocabulary and of the kernel's chunks of 2,048 ids."""
+    """The end ids lie at both ends of the vocabulary and of the kernel's chunks of 2,048 ids."""
     other, logits = 6, torch.full((1, vocab), -60.0)
     logits[0, other] = 0.0
     logits[0, torch.tensor(ends)] = 40.0
@@ -255,7 +255,7 @@ def test_all_end_ids_are_impossible_until_enough_tokens(
     found = [run(place, logits, [0], state) for _ in range(3)]
     assert [tokens[0] for tokens, _ in found[:2]] == [other, other] and found[2][0][0] in ends
     if settings.get("return_log_probs"):
-        assert found[0][1] == pytest.approx([0.0], abs=1e-5)  # no end id has a share
+        assert found[0][1] == pytest.approx([0.0], abs=1e-5)  # end ids have no probability
 
 
 def test_an_end_id_beyond_the_vocabulary_has_no_effect(place: Place):
@@ -277,7 +277,8 @@ NOTHING_LEFT = {
 
 @pytest.mark.parametrize("settings", NOTHING_LEFT.values(), ids=NOTHING_LEFT)
 def test_a_row_without_a_possible_id_has_no_token(place: Place, settings: dict):
-    """By its logits; by bad words; and by bad words and end ids together. The row beside them has one."""
+    """Logits, bad words, or bad words and end ids together exclude all tokens; the fourth row has one
+    left."""
     logits = torch.zeros(4, 6)
     logits[0] = -torch.inf
     state = make_state(place, 4, 6)
@@ -291,7 +292,7 @@ def test_a_row_without_a_possible_id_has_no_token(place: Place, settings: dict):
     configure(state, 3, end_ids=end_ids(place, 4))
     tokens, log_probs = run(place, logits, [0, 1, 2, 3], state)
     assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 5] and log_probs[:3] == [0.0] * 3
-    assert state.last_tokens.tolist() == [0, 0, 0, 5]  # ids: the next step may be on its way with them
+    assert state.last_tokens.tolist() == [0, 0, 0, 5]  # valid ids, because the next step may already use them
     assert state.column("generated").tolist() == [1, 1, 1, 1]
 
 
@@ -331,13 +332,13 @@ def test_log_probs_are_over_the_whole_vocabulary(place: Place):
 
 
 def broken_rows(place: Place, logits: torch.Tensor, settings: dict) -> None:
-    """Row 1 of logits (3, V) gives no token and leaves the others alone."""
+    """Check that row 1 of logits (3, V) gives no token and does not affect the others."""
     state = make_state(place, 3, logits.shape[1])
     for slot in range(3):
         configure(state, slot, **{"repetition_penalty": 1.5, **settings})
     tokens, log_probs = run(place, logits, [0, 1, 2], state)
     assert tokens[1] == BROKEN_LOGITS and log_probs[1] == 0.0 and min(tokens[0], tokens[2]) >= 0
-    assert int(state.last_tokens[1]) == 0  # an id: the next step may be on its way with it
+    assert int(state.last_tokens[1]) == 0  # a valid id, because the next step may already use it
 
 
 BROKEN_SETTINGS = [
@@ -369,7 +370,7 @@ def test_no_token_is_taken_from_logits_that_are_not_numbers(
 def test_a_single_nan_among_numbers_ends_the_row(
     place: Place, settings: dict, vocab_size: int, bits: int
 ) -> None:
-    """At any place in a load of four ids, of either sign, with other bits than those of an operation's."""
+    """A NaN is found at any position in a load of four ids, with either sign and any payload bits."""
     nan = torch.from_numpy(np.array([bits], np.uint32).view(np.float32))
     for at in (0, 1, 2, 3, 17, vocab_size - 1):
         logits = torch.randn(3, vocab_size, generator=place.generator)

@@ -1,5 +1,6 @@
-"""The same questions in transformers, teacher-forced: every token of the answer must be the most likely
-one.
+"""Runs the same questions through transformers with teacher forcing.
+
+An answer is right if each of its tokens is the most likely one after the tokens before it.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.evaluate.lambada import Question
 
-_BATCH_TOKENS = 2048  # of a forward, with padding
+_BATCH_TOKENS = 2048  # tokens of a forward pass, padding included
 
 
 def reference_answers(
     checkpoint: str | Path, dtype: str, questions: Sequence[Question], progress: Callable[[int], None]
 ) -> list[bool]:
-    """Return, per question, whether transformers' model of `checkpoint` answers it right.
+    """Return for each question whether transformers' model of `checkpoint` answers it right.
 
-    dtype: of the weights, "fp32", "fp16" or "bf16"; a CPU computes in float32 with weights rounded to it, a
-    GPU in it. progress: called with the number of questions answered. Greedy decoding gives the answer if and
-    only if every token of it is the best one after those before: one forward per question.
+    dtype: "fp32", "fp16" or "bf16". A GPU computes in it; a CPU computes in float32 with weights rounded to
+    it. progress: called with the number of questions answered. One forward pass per question is enough,
+    because greedy decoding gives the answer exactly if each of its tokens is the most likely one.
     """
     model: Any = open_checkpoint(checkpoint).reference_model(TORCH_DTYPES[dtype])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device=device, dtype=TORCH_DTYPES[dtype] if device.type == "cuda" else torch.float32)
     right = [False] * len(questions)
-    rows: dict[tuple[int, ...], list[int]] = {}  # the two definitions of an item often have one sequence
+    rows: dict[tuple[int, ...], list[int]] = {}  # both definitions of an item often need the same sequence
     for index, question in enumerate(questions):
         rows.setdefault((*question.prompt, *question.target[:-1]), []).append(index)
     try:
@@ -52,7 +53,7 @@ def reference_answers(
 
 
 def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Sequences of about one length, at most _BATCH_TOKENS together."""
+    """Yield batches of sequences of similar length, at most _BATCH_TOKENS each."""
     batch: list[tuple[int, ...]] = []
     for row in sorted(rows, key=len):
         if batch and (len(batch) + 1) * len(row) > _BATCH_TOKENS:
@@ -64,9 +65,9 @@ def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]
 
 
 def _best_tokens(model: Module, batch: list[tuple[int, ...]], device: torch.device) -> list[list[int]]:
-    """The best token after each token of each sequence.
+    """Return the most likely token after each token of each sequence.
 
-    Padding follows the tokens, where causal attention does not attend.
+    Padding follows the tokens, so causal attention does not see it.
     """
     width = max(map(len, batch))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)

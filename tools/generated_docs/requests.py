@@ -1,9 +1,9 @@
-"""The tables of docs/reference/requests.md, made from the contracts and the table of sampling parameters.
+"""Generates the tables of docs/reference/requests.md from the contracts and the sampling parameters.
 
     python -m tridecode.tools.generated_docs.requests --write
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Without --write: exit code 1 if a table
-of the page is not the one that would be written.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Without --write the exit code is 1 if a
+table of the page is out of date.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WIDTH = 120
 
 
 def updated(page: str) -> str:
-    """The page with new tables. Raises KeyError for a marker that names no table."""
+    """Return the page with new tables. Raises KeyError for a marker with an unknown name."""
     return doc_tables.updated(page, tables())
 
 
 def tables() -> dict[str, str]:
-    """Name in a marker -> Markdown."""
+    """Return the Markdown of each table by the name in its marker."""
     made = {"sampling": sampling_table(), "vllm keys": vllm_keys(), "vllm refused keys": refused_vllm_keys()}
     for name, contract in CONTRACTS.items():
         made[f"{name} inputs"] = input_table(contract)
@@ -40,7 +40,7 @@ def tables() -> dict[str, str]:
 
 
 def sampling_table(table: type[SamplingParams] = SamplingParams) -> str:
-    """The ranges; contracts say what a parameter means."""
+    """Return the table of ranges; the meanings are in the contracts."""
     tokens = {field.param: f"`{field.name}`" for field in CONTRACTS["fastertransformer"].params}
     rows = [
         (f"`{row.name}`", tokens.get(row.name, "none"), row.range.wanted)
@@ -67,7 +67,7 @@ def input_table(contract: Contract, table: type[SamplingParams] = SamplingParams
 
 
 def refused_inputs(contract: Contract) -> str:
-    """One sentence; "" where the contract has no such input."""
+    """Return one sentence; "" if the contract refuses no input."""
     fields = [field for field in contract.inputs if field.declared and field.refused]
     neutral = [f"`{field.name}` other than {_value(field.neutral[0])}" for field in fields if field.neutral]
     always = [f"`{field.name}`" for field in fields if not field.neutral]

@@ -1,6 +1,4 @@
-"""The shutdown of `tridecode serve`: readiness off, open requests finish or end with an error, the server
-ends.
-"""
+"""Shuts `tridecode serve` down: readiness off, open requests finish or fail, then the server ends."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.signals import Signals
 from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
-IDLE_S = 1.0  # an engine without work for this long has drained
+IDLE_S = 1.0  # an engine that had no work for this time has drained
 END_S = 3.0  # from SIGTERM to SIGKILL of tritonserver: an open gRPC stream would delay its exit indefinitely
 _TICK_S = 0.1
 _ERRORS_S = 1.0  # time for the doors to send the errors of ended requests
@@ -59,7 +57,7 @@ class Drain:
         """Wait for the open requests; return whether all ended in time."""
         _log.info("open requests have %g s", seconds)
         deadline = time.monotonic() + seconds
-        self._mark(runtime_dir.DRAINING)  # before the doors leave: the engine stays for guests
+        self._mark(runtime_dir.DRAINING)  # before the doors disconnect, so that the engine stays for guests
         if self._unload_all():
             return self._wait_drained(deadline)
         self._server.terminate()  # Triton then drains by itself, as far as it can
@@ -78,8 +76,8 @@ class Drain:
         return True
 
     def _wait_drained(self, deadline: float) -> bool:
-        """Wait until no model, or no engine, is busy: an open gRPC stream holds its model even without
-        work, and Triton knows nothing of the requests of guests.
+        """Wait until no model or no engine is busy. Models alone do not tell: an open gRPC stream keeps its
+        model busy without work, and Triton does not know the requests of guests.
         """
         idle_since = time.monotonic()
 
@@ -101,7 +99,8 @@ class Drain:
             return False
 
     def _wait(self, deadline: float, condition: Callable[[], bool] = lambda: False) -> bool:
-        """True when the condition holds or the server has ended; False at the deadline or a second signal."""
+        """Return True once the condition holds or the server has ended, False at the deadline or a second
+        signal."""
         while self._server.running():
             if condition():
                 return True
@@ -114,16 +113,15 @@ class Drain:
         return any(engine.guests for engine in state_file.read_all(self._server.folder))
 
     def _mark(self, name: str) -> None:
-        """Create a file that the supervisors look at."""
+        """Create a file that the supervisors check."""
         marker = self._server.folder / name
         try:
             marker.touch()
-        except OSError as error:  # what it prevents then ends with the guard
+        except OSError as error:  # processes that miss the mark end with the guard
             _log.warning("%s cannot be written: %s", marker, error)
 
     def _end_engines(self) -> None:
-        """End the engines, and with them the OpenAI service: doors and service end their requests with a text
-        that says why."""
+        """End the engines and the OpenAI service. Doors and service fail their requests with the reason."""
         self._mark(runtime_dir.STOPPING)
         for engine in state_file.read_all(self._server.folder):
             supervisor = processes.identify(engine.supervisor_pid)

@@ -2,9 +2,9 @@
 
 `tridecode serve` starts this process and holds a pipe to its standard input. The first line is a JSON object
 with "command", "environment" and "secret" (a part of the command that no other user may read). Later lines
-are "term", "kill server", "kill" (everything) and, once the server has ended, "start" (the server again). The
-end of the pipe means that `serve` has ended: then everything is killed. Reports go to a second pipe: "started
-PID", "ended RETURNCODE", "cleaned".
+are "term", "kill server", "kill" (everything) and, once the server has ended, "start" (restart the server).
+The end of the pipe means that `serve` has ended: then everything is killed. Reports go to a second pipe:
+"started PID", "ended RETURNCODE", "cleaned".
 
 Every process that the server starts has TRIDECODE_RUNTIME_DIR=<folder> in its environment, which is how this
 process finds it. The engines live as long as this process, not as long as one tritonserver (TRIDECODE_OWNER).
@@ -27,14 +27,14 @@ from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir, shared_memory
 from tridecode.tools.serve import triton_access
 
-LEAVE_S = 4.0  # for the supervisors to notice the server's end and clean up; then they are killed
-DEATH_S = 20.0  # for killed processes to end; a driver may hold one
-#: Stack of each thread of tritonserver: address space, not memory. Triton 2.51 keeps the body of an HTTP
-#: request on the stack: with the usual 8 MiB, 4 MB of JSON end it by SIGSEGV.
+LEAVE_S = 4.0  # time for supervisors to notice the server's end and clean up, before they are killed
+DEATH_S = 20.0  # time for killed processes to end; a driver may delay one
+#: stack size of each thread of tritonserver; it costs address space, not memory. Triton 2.51 keeps the body
+#: of an HTTP request on the stack: with the usual 8 MiB, 4 MB of JSON crash it with SIGSEGV.
 STACK_BYTES = 1 << 30
 _POLL_S = 0.1
-_FIRST_POLL_S = 0.005  # until the server has read its arguments
-CONCEAL_S = 10.0  # after which it has certainly read them
+_FIRST_POLL_S = 0.005  # polling interval until the server has read its arguments
+CONCEAL_S = 10.0  # time after which the server has certainly read its arguments
 
 
 def marked(folder: Path) -> list[processes.ProcessId]:
@@ -113,7 +113,7 @@ def _reap_orphans(server_pid: int) -> None:
 
 
 def _prepare_server() -> None:
-    """Runs in the server's process before its program: it ends with us, and its threads get large stacks."""
+    """Prepare the forked child: it dies with this process, and its threads get large stacks."""
     processes.die_with_parent()
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
@@ -133,7 +133,7 @@ class Guard:
         self._again = True  # whether a server that ends may be started again
 
     def run(self) -> None:
-        os.umask(0o077)  # of tritonserver and all below it
+        os.umask(0o077)  # inherited by tritonserver and all its descendants
         processes.adopt_orphans()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, lambda *_: None)  # the terminal signals every process; `serve` decides
@@ -156,14 +156,14 @@ class Guard:
         self._report("cleaned")
 
     def _first_order(self) -> dict | None:
-        """None if `serve` ended before it had written it."""
+        """Return the first order, or None if `serve` ended before it wrote one."""
         while self._listening and b"\n" not in self._orders:
             self._listen(_POLL_S, 65536)
         line, _, self._orders = self._orders.partition(b"\n")
         return json.loads(line) if line.startswith(b"{") else None
 
     def _listen(self, timeout_s: float, size: int = 4096) -> None:
-        """Read orders of `serve` for up to timeout_s; the end of the pipe is the order to kill."""
+        """Read orders from `serve` for up to timeout_s; the end of the pipe counts as "kill"."""
         if not self._listening:
             time.sleep(timeout_s)
         elif select.select([0], [], [], timeout_s)[0]:

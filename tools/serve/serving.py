@@ -23,8 +23,8 @@ from tridecode.tools.serve.start import Start, StartError
 from tridecode.tools.serve.triton_http import ModelState
 
 DEATHS_WITHIN_S = 300.0  # window in which deaths of tritonserver are counted (ServeOptions.give_up_after)
-FIRST_PAUSE_S = 0.2  # pause before a restart; doubles with each counted death, up to
-MAX_PAUSE_S = 15.0  # below the 60 s that an engine waits for a door
+FIRST_PAUSE_S = 0.2  # pause before a restart; each counted death doubles it, up to MAX_PAUSE_S
+MAX_PAUSE_S = 15.0  # less than the 60 s for which an engine waits for a door
 _TICK_S = 0.1
 
 _log = logging.getLogger("tridecode.serve")
@@ -67,7 +67,7 @@ class Deaths:
 
 
 class Serving:
-    """One server's life. models: those that must become ready."""
+    """Runs one server. models: the models that must become ready."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Serving:
         self._was_ready = False
 
     def run(self) -> int:
-        """The exit code. Raises TridecodeError, after which the server must be closed."""
+        """Run until the end and return the exit code. After a TridecodeError the caller closes the server."""
         self._first_start()
         while self._signals.count == 0:
             if self._server.running():
@@ -129,9 +129,9 @@ class Serving:
         self._log_ready(time.monotonic() - began)
 
     def _after_failed_start(self) -> None:
-        """Restart a server that was killed during its first start: an accident, unlike an exit code.
+        """Restart a server that was killed by a signal during its first start.
 
-        Raises StartError after an exit code, TridecodeError where it has died too often.
+        Raises StartError if it ended with an exit code instead, TridecodeError if it has died too often.
         """
         how = self._server.ending()
         if self._server.has_exited():

@@ -40,7 +40,7 @@ from tridecode.kernels.reference import Reference
 #: estimated memory of libraries on a GPU: CUDA's context with our and torch's kernels and cuBLAS; in addition
 #: NCCL's buffers with several ranks
 LIBRARY_BYTES, NCCL_BYTES = 1 << 30, 1 << 29
-#: limit of the plan's buffers on the host; more means a nonsensical setting
+#: limit of the plan's buffers on the host; a larger size means a nonsensical setting
 _MAX_HOST_BYTES = 4 << 30
 
 
@@ -48,11 +48,12 @@ _MAX_HOST_BYTES = 4 << 30
 class RankMemory:
     """Bytes of one rank.
 
-    weights: the model's, including tables of positions and slopes. workspace: activations, sampling state and
-    the arrays of a step. scratch: the kernels'; 0 on a CPU. block: one block of the cache, in all layers of
-    this rank. host: host buffers of a GPU's rank. max_blocks: the most blocks that sequences of maximum
-    length can use. adapters: maximum for LoRA adapters, which are loaded while serving; not part of `fixed`.
-    background: features that work between steps, by name, with models of their own.
+    weights: those of the model, including tables of positions and slopes. workspace: activations, sampling
+    state and the arrays of a step. scratch: temporary memory of kernels; 0 on a CPU. block: one block of the
+    cache, in all layers of this rank. host: host buffers of a GPU's rank. max_blocks: the number of blocks
+    that sequences of maximum length can use. adapters: the limit for LoRA adapters, which are loaded while
+    serving; not part of `fixed`. background: bytes of each feature that runs its own model between steps, by
+    name.
     """
 
     stage: int
@@ -73,7 +74,7 @@ class RankMemory:
 
 
 class _Place(SingleRank):
-    """A rank's place in a group that does not exist."""
+    """Stands for a rank of a group without starting the group."""
 
     def __init__(self, tensor_rank: int, tensor_size: int, stage: int, num_stages: int):
         self.rank = stage * tensor_size + tensor_rank
@@ -154,7 +155,7 @@ def _capability() -> int:
 def plan_rank(
     model: ModelConfig, config: EngineConfig, tensor_rank: int, stage: int, device_type: str
 ) -> RankMemory:
-    """Return the memory of one rank. config: resolved. device_type: "cpu" or "cuda".
+    """Return the memory of one rank. config: with "auto" values resolved. device_type: "cpu" or "cuda".
 
     Raises ConfigError if the ranks cannot share the model, like load_engine.
     """
@@ -220,10 +221,10 @@ def _background_bytes(
 
 
 def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
-    """Return the bytes of max_loras adapters of the highest rank that change every matrix; see
-    adapters.store.Place.
+    """Return the bytes of max_loras adapters of the highest rank that change every matrix.
 
-    A fused matrix counts as three modules, as it is in some families, each with a rank of its own.
+    See adapters.store.Place. A fused matrix counts as three modules, each with a rank of its own, because
+    some families have three.
     """
     if config.lora_path == "none" or config.batch_invariant:
         return 0

@@ -1,7 +1,7 @@
-"""Shadow runs: which ended requests are computed in 16 bit too, when, and what was found. No torch.
+"""Shadow runs: recomputes a sample of the ended requests in 16 bit and counts the differences. No torch.
 
-A hash of a sequence's number and a seed chooses it, not its content. Chosen sequences wait in a short queue;
-those that find it full are dropped and counted. device/parts/shadow.py computes the comparison.
+A hash of a seed and the sequence's number, not of its content, selects the sample. Selected sequences wait in
+a short queue; if it is full they are dropped and counted. device/parts/shadow.py computes the comparison.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tridecode.backend.engine.schedule.sequence import Finish, Sequence
 
 log = logging.getLogger("tridecode.engine")
 
-#: default tokens of a slice, on each device: short beside a prefill step
+#: default tokens of a slice by device type; a slice is short compared with a prefill step
 SLICE_TOKENS = {"cpu": 32, "cuda": 256}
-#: upper bounds of the histograms' buckets: mean KL of a request in nats, and its greedy agreement
+#: upper bounds of the histogram buckets: mean KL of a request in nats, share of equal greedy tokens
 KL_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 AGREEMENT_BOUNDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
-#: ends of a request whose tokens are an answer
+#: finish reasons of requests with a complete answer
 _ANSWERED = (Finish.END_ID, Finish.STOP_WORD, Finish.LENGTH)
 REASONS = ("unfinished", "beams", "session", "adapter", "prompt_learning", "empty", "long_rope")
 
@@ -40,7 +40,7 @@ class Job:
 
     tokens: (n,) int32, the prompt and the output without its last token, whose own logits are not compared.
     targets: number of generated tokens: the last `targets` positions are compared. done: positions computed.
-    kl: sum over the compared positions, in nats. agreeing: positions where both models have the same arg max.
+    kl: sum over the compared positions, in nats. agreeing: positions where both models have the same argmax.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def first(self) -> int:
-        """The first position that is compared: the last token of the prompt."""
+        """Return the first position that is compared: the last token of the prompt."""
         return len(self.tokens) - self.targets
 
     @property
@@ -67,8 +67,8 @@ class Scorer(Protocol):
 
 
 class ShadowRuns(Background):
-    """Chooses sequences, keeps their queue and counts the results. Slices take a share of the time while
-    requests run, and follow each other while none can step."""
+    """Selects sequences, queues them and counts the results. Slices take a share of the time while
+    requests run, and run back to back while no request can step."""
 
     switch, name, memory = "shadow_share", "shadow runs", "the 16-bit reference of shadow runs"
 
@@ -82,7 +82,7 @@ class ShadowRuns(Background):
         self._config, self._scorer, self._clock = config, scorer, clock
         self._longest = model.long_prompt_tokens  # 0: no limit
         self._jobs: deque[Job] = deque()
-        self._next = 0.0  # when the next slice may run beside live requests
+        self._next = 0.0  # when the next slice may run while requests are live
         self._ended = self._dropped = self._failed = 0
         self._skipped: Counter[str] = Counter({reason: 0 for reason in REASONS})
         self._seconds = 0.0
@@ -93,7 +93,7 @@ class ShadowRuns(Background):
 
     @classmethod
     def resolve(cls, model: ModelConfig, config: EngineConfig, device_type: str) -> EngineConfig:
-        """Decide shadow_slice_tokens, at most max_step_tokens, which is decided."""
+        """Resolve shadow_slice_tokens: at most max_step_tokens, which must be resolved already."""
         check_settings(model, config)
         assert config.max_step_tokens is not None
         chosen = config.shadow_slice_tokens or SLICE_TOKENS[device_type]
@@ -116,7 +116,7 @@ class ShadowRuns(Background):
             self._jobs.append(Job(number, sequence.known_tokens()[:-1], len(sequence.output)))
 
     def _why_skipped(self, sequence: Sequence, finish: Finish | None) -> str:
-        """One of REASONS, or "" for a sequence that can be compared."""
+        """Return one of REASONS, or "" for a sequence that can be compared."""
         group = sequence.group
         if group.search is not None:
             return "beams"
@@ -142,7 +142,7 @@ class ShadowRuns(Background):
         job, begin = self._jobs[0], self._clock()
         try:
             self._scorer.advance(job)
-        except Exception:  # a lost device shows in the next live step, or in the check of an idle one
+        except Exception:  # a lost device is noticed by the next live step, or by the check of an idle engine
             log.exception("shadow run of request %s failed after %d tokens", job.name, job.done)
             self._failed += 1
             self._jobs.popleft()
@@ -193,7 +193,7 @@ def is_chosen(number: str, seed: int, share: float) -> bool:
 
 
 def check_settings(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise ConfigError where an engine with shadow_share cannot compare its answers."""
+    """Raise ConfigError if the engine has shadow_share but cannot compare its answers."""
     asked = f"parameter shadow_share is {config.shadow_share:g}"
     for name in ("tensor_para_size", "pipeline_para_size"):
         if getattr(config, name) != 1:
@@ -213,7 +213,7 @@ def check_settings(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def needs_second_weights(model: ModelConfig, config: EngineConfig) -> bool:
-    """Return whether the reference needs its own weights: not if only the cache is quantised."""
+    """Return whether the reference needs weights of its own, that is unless only the cache is quantised."""
     return rounds_weights(model, config) or config.shadow_weights != "none"
 
 

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and the exchange between them: plans, activations, partial sums.
+"""This process's place among the ranks, and their communication: plans, activations and partial sums.
 
 Rank r has tensor rank r % tensor_size and stage r // tensor_size (FasterTransformer's order). Rank 0 plans
 and every rank runs the same plan; the first tensor rank of the last stage has the sampled tokens.
@@ -25,7 +25,7 @@ from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import Outbox
 from tridecode.backend.models.context import RowSums
 
-if TYPE_CHECKING:  # imported here: it loads the binding of the built library
+if TYPE_CHECKING:  # not at run time: it loads the binding of the built library
     from tridecode.kernels.peer_sums import PeerSums
 
 log = logging.getLogger("tridecode.engine")
@@ -41,7 +41,7 @@ class Posted(Protocol):
     def wait(self) -> object: ...
 
 
-#: gloo's own time limit of an exchange in a step. The supervisor ends a step that hangs much earlier
+#: gloo's own time limit for an exchange within a step. The supervisor ends a step that hangs much earlier
 #: (step_timeout_s), and a pause of the whole machine must not break a step that waits.
 _STEP_LIMIT = timedelta(minutes=30)
 #: an idle engine's ranks wait indefinitely for a plan; they end with their supervisor (rank_link)
@@ -54,8 +54,9 @@ GPU = "the synchronisation with its GPU"
 
 @dataclass(frozen=True)
 class Joining:
-    """Settings of a rank's joining. facts: values that must be equal on all ranks. limit_s: longest wait for
-    other ranks while the engine starts. on_wait: called with what this rank waits in, and for which ranks.
+    """Settings for joining the ranks. facts: values that must be equal on all ranks. limit_s: longest wait
+    for other ranks while the engine starts. on_wait: called with the operation in which this rank waits, and
+    the ranks for which it waits.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -120,15 +121,14 @@ class SingleRank:
 
 
 class ProcessRanks:
-    """One process a rank, joined by torch.distributed: gloo for plans, and gloo (CPU) or NCCL (CUDA) for
+    """One process per rank, joined by torch.distributed: gloo for plans, gloo (CPU) or NCCL (CUDA) for
     tensors.
 
     meeting: a URL (open_store), the same on all ranks, or {"store": an open store}. Collective: returns when
     all ranks have joined. Raises AgreementError if they differ in joining.facts, PeerLost if one does not
-    join. waits: the exchange that this rank waits in, or GPU; "" for none. pipeline_devices: types of
-        devices with several plans in flight, where only rank 0 needs a step's results: a plan has the ids of
-    all
-        its tokens. transport: carries the tensors.
+    join. waits: the exchange in which this rank waits, or GPU; "" for none. pipeline_devices: types of
+    devices with several plans in flight; there only rank 0 needs a step's results, because a plan has the ids
+    of all its tokens. transport: carries the tensors.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ProcessRanks:
         self.is_pipelined = num_stages > 1 and device.type in pipeline_devices
         self._posted: list[Posted] = []
         self._outbox: Outbox | None = None
-        self._source = (num_stages - 1) * tensor_size  # of the results
+        self._source = (num_stages - 1) * tensor_size  # rank that has the results
         self._order = PlanOrder(rank)
         self.peers: PeerSums | None = None  # set by loading.map_peers
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
@@ -194,7 +194,8 @@ class ProcessRanks:
         self.transport.all_reduce(x)
 
     def row_sums(self, x: Tensor) -> RowSums | None:
-        """Return the fused sum of rows such as x, if the tensor ranks have mapped each other's memory."""
+        """Return the fused all-reduce for rows like x, if the tensor ranks have mapped each other's
+        memory."""
         return self.peers if self.peers is not None and self.peers.takes(x) else None
 
     @exchange("the gathering from the tensor ranks")

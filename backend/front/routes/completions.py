@@ -73,7 +73,7 @@ def scores_prompt(wanted: CompletionRequest) -> bool:
 
 
 def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The prompts of a text, a list of texts, token ids, or lists of them. Raises ApiError."""
+    """Return the prompts in a text, a list of texts, token ids, or lists of token ids. Raises ApiError."""
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif prompt and all(type(item) is int for item in prompt):
@@ -129,7 +129,7 @@ def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) ->
 
 
 async def _with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
-    """Return the request with the token ids of its prompts, which the answer names one by one."""
+    """Return the request with token ids instead of texts, because the answer lists each token."""
 
     def tokenise() -> list[list[int]]:
         found = model.tokenizer.ids(asked.prompts, asked.add_special_tokens)
@@ -141,14 +141,14 @@ async def _with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
 
 
 def _seeded(params: Any, row: int, sequences: int) -> Any:
-    """Give each prompt of a request draws of its own: sample i of a prompt has the seed plus i."""
+    """Give each prompt of a request its own draws: sample i of a prompt has the seed plus i."""
     if row == 0:
         return params
     return msgspec.structs.replace(params, seed=(params.seed + row * sequences) % 2**64)
 
 
 class CompletionWriter(TallyWriter):
-    """The answer of /v1/completions."""
+    """Writes the answer of /v1/completions."""
 
     def __init__(
         self, model: ServedModel, call: Call, wanted: CompletionRequest, asked: TextRequest, name: str
@@ -226,7 +226,7 @@ class CompletionWriter(TallyWriter):
         return msgspec.json.encode(self._body(choices, self._tally.usage))
 
     def _chosen(self) -> list[int]:
-        """The rows that the client gets: with best_of, the n of each prompt with the highest log probability
+        """Return the rows to send: with best_of, the n rows of each prompt with the highest log probability
         per token."""
         rows, each, n = self._tally.rows, self._sequences, self._wanted.n or 1
         chosen: list[int] = []

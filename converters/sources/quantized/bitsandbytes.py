@@ -1,11 +1,11 @@
 """Checkpoints of bitsandbytes: LLM.int8 and the 4 bit types nf4 and fp4.
 
-8 bit: `weight` (out, in) int8, `SCB` (out,) float32, the largest magnitude of each row: 127 stands for it. 4
-bit: `weight` (n, 1), two numbers of a table in each byte, the first in the high half; `weight.quant_map`
-(16,) the table; `weight.absmax` the scale of each block of consecutive weights, by rows;
-`weight.quant_state.bitsandbytes__nf4` (or fp4) bytes of JSON: shape, blocksize, dtype. With double
-quantisation absmax is uint8, numbers of `weight.nested_quant_map` (256,), scaled by `weight.nested_absmax`
-for each nested_blocksize of them; nested_offset is added. Source: bitsandbytes 0.50, functional.py,
+8 bit: `weight` (out, in) int8; `SCB` (out,) float32 is the largest magnitude of each row, stored as 127.
+4 bit: `weight` (n, 1) has two indices of a table per byte, the first in the high half; `weight.quant_map`
+(16,) is the table; `weight.absmax` has the scale of each block of consecutive weights, in row order;
+`weight.quant_state.bitsandbytes__nf4` (or fp4) is JSON with shape, blocksize and dtype. With double
+quantisation absmax is uint8, indices of `weight.nested_quant_map` (256,), scaled by `weight.nested_absmax`
+per nested_blocksize of them, plus nested_offset. Source: bitsandbytes 0.50, functional.py,
 QuantState; Dettmers et al. 2022 and 2023.
 """
 
@@ -53,7 +53,7 @@ class EightBit:
         _, columns = self.shape(parts)
         if "weight_format" in parts and parts.read("weight_format").any():
             parts.fail("weight_format", f"is {int(parts.read('weight_format'))}", "0, rows")
-        scales = parts.scales("SCB", may_be_zero=True).unsqueeze(1) / 127  # a row of zeros has 0
+        scales = parts.scales("SCB", may_be_zero=True).unsqueeze(1) / 127  # 0 for a row of zeros
         return QuantizedWeight("int8", columns, parts.read("weight"), scales)
 
     def groups(self, parts: Parts) -> None:
@@ -62,7 +62,7 @@ class EightBit:
 
 @dataclass(frozen=True)
 class FourBit:
-    """kind: "nf4" or "fp4". The table is the checkpoint's own."""
+    """The types nf4 and fp4 (`kind`), with the table from the checkpoint."""
 
     kind: str
 
@@ -102,7 +102,7 @@ class FourBit:
         return rows, columns
 
     def weight(self, parts: Parts) -> Tensor:
-        """(out, in) float32: its blocks run over the ends of rows, which QuantizedWeight does not have."""
+        """Return (out, in) float32: blocks cross the ends of rows, which QuantizedWeight cannot represent."""
         rows, columns = self.shape(parts)
         state = self._read_state(parts)
         count, block = rows * columns, state["blocksize"]
@@ -130,7 +130,7 @@ class FourBit:
         return numbers * outer + state["nested_offset"]
 
     def _read_state(self, parts: Parts) -> dict[str, Any]:
-        """The JSON of the quant_state. Raises CheckpointError for another length, sizes or types."""
+        """Return the JSON of the quant_state. Raises CheckpointError for a wrong length, size or type."""
         part = f"weight.{self._state}"
         (length,) = parts.require(part, (None,), torch.uint8)
         if length > _MAX_STATE_BYTES:

@@ -1,4 +1,5 @@
-"""docs/reference/errors.md: each row of its first table is sent, beside requests that must not notice."""
+"""Sends each row of the first table of docs/reference/errors.md, next to requests that must not be
+affected."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Arrays = dict[str, np.ndarray]
 
 
 def request(**changes: object) -> Arrays:
-    """Two rows of four new tokens; changes: a value, one a row, or the whole tensor."""
+    """Return a request of two rows for four new tokens. changes: one value, one per row, or a whole
+    tensor."""
     return tensors(PROMPTS, 4, **changes)
 
 
@@ -73,7 +75,7 @@ BAD: dict[str, Arrays] = {
 
 
 def rows_of(document: str) -> dict[str, tuple[str, str]]:
-    """First column -> (code, text) of the rows whose last column is a text in backquotes."""
+    """Map the first column to (code, text), for rows whose last column is a text in backquotes."""
     found = {}
     for line in document.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
@@ -83,7 +85,7 @@ def rows_of(document: str) -> dict[str, tuple[str, str]]:
 
 
 def send(door, *requests: Arrays) -> list[list[fake_triton.Sent]]:
-    """All at once, in one execution."""
+    """Send all requests in one call of `execute`."""
     sent = [fake_triton.InferenceRequest(arrays) for arrays in requests]
     door.execute(sent)
     for one in sent:
@@ -99,7 +101,7 @@ def door():
 
 @pytest.fixture(scope="module")
 def control(door) -> tuple[Arrays, Arrays]:
-    """A request and its answer where nothing is beside it."""
+    """A request, and its answer when it runs alone."""
     arrays = request(runtime_top_k=[1, 3], random_seed=[4, 5], is_return_log_probs=True)
     return arrays, only(send(door, arrays)[0])
 

@@ -1,4 +1,4 @@
-"""The metrics page and the request log of the real tritonserver; only the engine is a fake."""
+"""The metrics page and the request log of a real tritonserver with a fake engine."""
 
 from __future__ import annotations
 

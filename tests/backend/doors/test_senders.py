@@ -1,4 +1,4 @@
-"""Streams, senders and the poll for cancelled streams, without an engine."""
+"""Streams, sender threads and the poll for cancelled streams, without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link:
 
 
 class Echo:
-    """One response per event; ends with the event that has a finish."""
+    """Makes one response per event; ends with the event that has a finish."""
 
     def __init__(self):
         self.finished, self.num_output_tokens = False, 0
@@ -118,7 +118,7 @@ def test_an_answer_that_fails_ends_its_stream_only(senders):
     assert request.sender.wait(2) and other.sender.wait(2)
     assert request.sender.sent[0].error.code() == fake_triton.TritonError.INTERNAL
     message = request.sender.sent[0].error.message()
-    assert "the door failed: ValueError" in message and "broken" not in message  # the rest is in the log only
+    assert "the door failed: ValueError" in message and "broken" not in message  # details are only in the log
     assert other.sender.sent[0].error is None
 
 
@@ -161,7 +161,7 @@ def test_a_slow_stream_does_not_hold_up_streams_of_other_senders(senders):
 
 
 def one_sender(behind_s: float) -> tuple[SenderThread, Stream]:
-    """A sender that is not started, and the stream that it serves."""
+    """Return a sender that is not started, and the stream that it serves."""
     senders = Senders(Link(), 1, behind_s=behind_s)
     return senders.assign(), open_stream(senders)[1]
 
@@ -171,7 +171,7 @@ def test_a_sender_is_behind_when_pending_responses_would_take_too_long():
     for _ in range(200):
         sender.measure(0.001)
     assert not stream.behind(19) and stream.behind(21)
-    for other in (object(), object(), object()):  # three more that wait
+    for other in (object(), object(), object()):  # three more streams that wait
         sender.inbox.put(other)
     assert not stream.behind(4) and stream.behind(6)
 
@@ -230,7 +230,7 @@ def test_streams_that_end_during_a_cancellation_query_do_not_crash_the_server(se
     assert fake_triton.ResponseSender.crashes == []
 
 
-# ---------------------------------------------------------------- what a client that does not read can cost
+# ---------------------------------------------------------------- memory of a client that does not read
 
 
 class Full:
@@ -253,7 +253,7 @@ class Full:
 
 
 def stream_full(senders, count: int, width: int) -> list[int]:
-    """Number of tokens in each response to a request of `count` tokens, generated one by one."""
+    """Return the number of tokens in each response to a request of `count` tokens, generated one by one."""
     request, stream = open_stream(senders)
     stream.answer = Full(stream, width)
     for token in range(count):
@@ -278,7 +278,7 @@ def test_the_responses_of_one_request_are_bounded_in_bytes(budgeted):
     width = 3000  # 12,000 bytes per response, so 33 responses
     held = stream_full(budgeted, 3000, width)
     assert 4 * width * len(held) <= 400_000 + 2 * 4 * width
-    assert held[:16] == list(range(1, 17))  # in the first half of the budget, one per token
+    assert held[:16] == list(range(1, 17))  # one response per token in the first half of the budget
     assert held == sorted(held) and held[-1] == 3000
 
 

@@ -1,12 +1,13 @@
-"""Tokens per second of two pipeline stages, in turns with a plan in flight for each stage, which has a share
-of the sequences, and without: tokens then go to every rank, and on GPUs there are no decode graphs.
+"""Measures tokens per second of two pipeline stages, alternating between one and two plans in flight.
+
+With two, each plan has a share of the sequences, tokens go to every rank, and GPUs use no decode graphs.
 
     python -m tests.backend.engine.pipeline_rates --rounds 12 --batches 1 4 16 64
     python -m tests.backend.engine.pipeline_rates --device cuda --preset llama-3-8b
 
-The model has random weights; without --preset it is small, in fp32. Printed are the medians, the median ratio
-of each round, and the processors that other processes used. On one GPU both stages share it: such figures say
-nothing.
+The model has random weights; without --preset it is small and in fp32. The output has the medians, the median
+ratio of the rounds, and the processor time that other processes used. On one GPU both stages share the card,
+which makes the figures meaningless.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tridecode.tools.bench.shapes.presets import preset
 
 HIDDEN, LAYERS, VOCAB = 256, 8, 8192
 PROMPT = 16  # tokens
-STEPS = {1: 60, 4: 60, 16: 40, 64: 24}  # of a run with so many sequences, about half a second
+STEPS = {1: 60, 4: 60, 16: 40, 64: 24}  # steps of a run by number of sequences, about half a second
 MODEL = ModelConfig(
     "llama", "small", LAYERS, HIDDEN, HIDDEN // 32, HIDDEN // 32, 32, 704, VOCAB, 1024, 1e-5, 1, 2, "fp32",
     "silu", RopeConfig(32), attention_bias=False, mlp_bias=False, tied_head=False,
@@ -69,7 +70,7 @@ class Modes:
 
 
 def runs(rounds: int, batches: list[int]) -> Iterator[tuple[int, bool]]:
-    """(sequences, with two plans in flight) of each run, after one to warm up."""
+    """Yield (sequences, whether two plans are in flight) of each run, after a warm-up run."""
     yield batches[0], False
     for number in range(rounds):
         for batch in batches:

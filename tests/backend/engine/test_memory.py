@@ -1,4 +1,4 @@
-"""The planned memory of a rank is what a loaded engine's tensors take, to the byte."""
+"""The planned memory of a rank equals the size of a loaded engine's tensors, to the byte."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CONFIG = EngineConfig(data_type="fp16", max_sequences=6, max_step_tokens=48, blo
 
 
 def storages() -> dict[int, int]:
-    """Address of every tensor's memory in this process -> its bytes; packed weights by their oneDNN size.
-    Found by the garbage collector: it knows nothing of engines."""
+    """Map the address of every tensor's memory in this process to its bytes; packed weights by oneDNN's size.
+    The garbage collector finds them, independently of the engine."""
     found = {}
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.device.type == "cpu":
@@ -50,7 +50,7 @@ def storages() -> dict[int, int]:
 
 
 def loaded(directory: Path, config: EngineConfig, place: _Place) -> tuple[int, int]:
-    """(bytes of all tensors of a loaded engine, blocks of its cache)."""
+    """Return (bytes of all tensors of a loaded engine, blocks of its cache)."""
     gc.collect()
     before = storages()
     model = read_model_config(directory)
@@ -61,7 +61,7 @@ def loaded(directory: Path, config: EngineConfig, place: _Place) -> tuple[int, i
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """family -> a weight directory of its tiny checkpoint."""
+    """Return a function from a family to a weight directory of its tiny checkpoint."""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
@@ -126,7 +126,7 @@ def test_every_rank_is_planned(tmp_path, tensor, stages):
     ("format", "data_type"), [("int8", "fp32"), ("int8", "bf16"), ("fp8", "bf16"), ("int4", "bf16")]
 )
 def test_quantised_weights_are_planned(tmp_path, format, data_type):
-    """int8 is held as it is, fp8 and int4 are expanded. oneDNN pads no head of 384 rows."""
+    """int8 is stored as it is; fp8 and int4 are dequantised. oneDNN does not pad a head of 384 rows."""
     quantization = Quantization(format, 16 if format == "int4" else 0, zeros=format == "int4")
     checkpoint = open_checkpoint(save(FAMILIES["llama"](vocab_size=384), tmp_path / "hf"))
     plan_conversion(checkpoint, "fp32", None, quantization).write(tmp_path / "w")
@@ -154,7 +154,7 @@ def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, for
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("preset", ["bloom-7b1", "llama-3-8b"])
 def test_large_weights_are_expanded_in_memory_for_a_piece(preset: str, format: str, monkeypatch) -> None:
-    """Of 32 MiB, or without a limit for all of 16384 x 4096 and of 28672 x 4096."""
+    """Scratch has 32 MiB, or without a limit holds 16384 x 4096 and 28672 x 4096 whole."""
     model = PRESETS[preset].model
     config = resolve(replace(CONFIG, max_sequence_tokens=64), model, CPU)
     rounded = replace(model, quantization=Quantization(format, 128 if format == "int4" else 0))
@@ -180,7 +180,7 @@ def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
 
 
 def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary() -> None:
-    """Embedding and head of LLaMA-3-8B, 128,256 x 4096 in 16 bit each; the logits and the counts of a row."""
+    """LLaMA-3-8B: embedding and head of 128,256 x 4096 in 16 bit, logits, and counts of each row."""
     model = PRESETS["llama-3-8b"].model
     config = resolve(replace(CONFIG, max_sequence_tokens=64, tensor_para_size=2), model, CPU)
     shared = plan_rank(model, config, 1, 0, "cuda")
@@ -204,7 +204,7 @@ def test_layers_of_different_sizes_are_planned(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_take_at_most_what_is_planned(tmp_path, family):
-    """As much, where the matrices of a fused one have an adapter each."""
+    """The limit also suffices if each matrix of a fused one has its own adapter."""
     model = FAMILIES[family]()
     conversion = plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32")
     conversion.write(tmp_path / "w")
@@ -225,7 +225,7 @@ def test_adapters_take_at_most_what_is_planned(tmp_path, family):
 
 
 def test_float32_on_a_cpu_counts_packed_weights(tmp_path):
-    """Of a tied head too: its packed copy takes the embedding's bytes once more."""
+    """A tied head is packed as well, so its copy takes the embedding's bytes once more."""
     model = tiny_gpt2(n_embd=64, n_head=4, vocab_size=640, n_inner=256)
     plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
     check(tmp_path / "w", replace(CONFIG, data_type="fp32"))

@@ -1,5 +1,5 @@
-"""Sampling through the engine: exact distributions, seeds, penalties, bans. Oracles: transformers'
-processors, scipy-free chi-square, and the published vectors of the generator."""
+"""Sampling through the engine: distributions, seeds, penalties and banned tokens. The references are
+transformers' logits processors, a chi-square test, and the published vectors of the generator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tridecode.kernels.philox import philox
 
 @pytest.mark.parametrize(
     "key, counter, words",
-    [  # the known answers that Random123 publishes for philox4x32, 10 rounds
+    [  # known-answer vectors of Random123 for philox4x32 with 10 rounds
         ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
@@ -182,7 +182,7 @@ def test_min_tokens_holds_back_the_end_as_transformers_does() -> None:
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 0, "seed": 4}, {"beam_width": 2}, {"top_log_probs": 2}])
 @pytest.mark.parametrize("held_back", [[], [7, 3, 11]], ids=["bad words", "and end ids"])
 def test_a_request_without_a_possible_token_ends_alone(sampling, held_back) -> None:
-    """By bad words, and by bad words and end ids before min_tokens: at first, and after two tokens."""
+    """Bad words, or bad words and end ids before min_tokens, exclude all tokens: at once, or after two."""
     model, words = gpt2(vocab=20), [[token] for token in range(20) if token not in held_back]
     ends = {"min_tokens": 9, "end_id": held_back[0], "more_end_ids": held_back[1:]} if held_back else {}
     prompts = prompts_of([5, 6, 7], 20)

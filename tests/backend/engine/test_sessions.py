@@ -1,4 +1,4 @@
-"""Sessions of the scheduler, on a device whose cache shows what every token saw when it was computed."""
+"""Sessions of the scheduler, on a device whose cache records which tokens each token attended to."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def mixed(values) -> int:
 
 
 def visible(length: int, memory: int) -> int:
-    """The first position that the last of `length` tokens sees."""
+    """Return the first position that the last of `length` tokens attends to."""
     return max(0, length - memory) if memory else 0
 
 
 def wanted_tokens(prompt: list[int], count: int, end_id: int, seed: int, memory: int) -> list[int]:
-    """The device's model on a whole prompt: each token's value mixes the tokens that it sees, and the next
-    token mixes the values that its place sees. So a wrong token at any depth shows."""
+    """Run the device's model on a whole prompt. The value of a token mixes the tokens that it attends to, and
+    the next token mixes the values at its position, so a wrong token at any depth changes the result."""
     known, output = list(prompt), []
     while len(output) < count and (not output or output[-1] != end_id):
         last = len(known)
@@ -70,7 +70,7 @@ class DeepDevice:
             top = int(plan.positions[last - 1])
             assert sorted(self.positions[places].tolist()) == list(range(top + 1 - length, top + 1))
             in_order = places[np.argsort(self.positions[places])]
-            for count in range(last - first, 0, -1):  # of the row's tokens from its end
+            for count in range(last - first, 0, -1):  # tokens of the row, counted from its end
                 seen = self.tokens[in_order[: length - count + 1]]
                 self.values[in_order[length - count]] = mixed(seen.tolist())
             if plan.samples[row]:
@@ -89,7 +89,7 @@ class DeepDevice:
 
 
 class Conversation:
-    """A client and its door: the history of one row, as the next round begins from it."""
+    """A client with its door: keeps the history of one row, from which the next round begins."""
 
     def __init__(
         self, run: SessionRun, number: int, session_len: int = 40, memory: int = 0, idle_s: float = 60.0
@@ -109,7 +109,7 @@ class Conversation:
         return self.run.submit_round(wanted, [new], max_tokens=count, end_id=end_id, seed=seed)
 
     def close(self, request: int) -> None:
-        """Take the answer of an ended round, which must be the model's on the whole history."""
+        """Take the answer of a round; it must equal the model's on the whole history."""
         tokens, event = self.run.tokens[request, 0], self.run.ends[request, 0][0]
         assert event.finish in ("length", "end_id"), event
         count, end_id, seed = self.asked
@@ -198,9 +198,9 @@ def test_a_ring_keeps_the_last_tokens(memory, overlap):
     assert talk.round([1, 2, 3, 4], 9) == 4
     assert talk.round([5, 6, 7], 5) == 4
     assert talk.round([8], 6, end_id=wanted_tokens([*talk.history, 8], 6, -1, 0, memory)[1]) == 2
-    talk.round([], 3)  # computes the token before the end token again, which may have been fed already
+    talk.round([], 3)  # recomputes the token before the end token, which may already have been fed
     talk.round([4, 5], 3)
-    assert run.scheduler.sessions.num_blocks == 2  # 5 to 8 tokens, in blocks of 4
+    assert run.scheduler.sessions.num_blocks == 2  # a ring of 5 to 8 tokens needs two blocks of 4
     run.check_blocks()
 
 
@@ -427,7 +427,7 @@ def test_a_preempted_round_goes_on_from_the_blocks_that_are_left():
 
 
 class _Shifted(DeepDevice):
-    """Takes the shift of long prompts off again, which all positions of a row have."""
+    """Removes the position shift of long prompts, which applies to all positions of a row."""
 
     def run(self, plan: StepPlan) -> StepResult:
         plan.positions = plan.positions % 40
@@ -437,8 +437,8 @@ class _Shifted(DeepDevice):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.data())
 def test_any_rounds_beside_any_requests_give_the_answers_of_whole_prompts(data):
-    """Random conversations with and without rings, cancelled rounds and plain requests, on a cache for about
-    two of them."""
+    """Random conversations with and without rings, cancelled rounds and plain requests share a cache that
+    holds about two of them."""
     draw = data.draw
     run = SessionRun(limits(num_blocks=10, max_sequences=3), draw(st.booleans()))
     talks = [Conversation(run, number, memory=draw(st.sampled_from([0, 4, 7]))) for number in range(4)]

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step takes: beside decoding rows, and where sequences queue for few slots."""
+"""The prefill budget of a step: next to decode rows, and while sequences queue for few slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COST = StepCost(weights=4.0, token=0.02, cached_token=0.0)
 
 
 def prompt_tokens(run: Run, steps: int = 1000) -> list[int]:
-    """Of each step until all requests have ended, or of the next ones."""
+    """Return the prompt tokens of each step, until all requests have ended or for `steps` steps."""
     found: list[int] = []
     device_run = run.device.run
 
@@ -66,7 +66,7 @@ def test_many_slots_are_filled_at_once() -> None:
 
 
 def test_the_rule_never_idles_slots_for_good() -> None:
-    """Longer prompts than the mean so far: what a step admits grows with what steps had."""
+    """With prompts longer than the mean so far, the budget follows the steps that ran."""
     short = [[1] * 20] * 60 + [[1] * 400] * 60
     plain = simulate(short, [3] * 120, 16, COST)
     assert simulate(short, [3] * 120, 16, COST, spread_tokens=100).seconds < 1.05 * plain.seconds

@@ -1,4 +1,4 @@
-"""The ranks in threads that other tests run on."""
+"""Checks the helper that runs ranks in threads, which other tests use."""
 
 from __future__ import annotations
 

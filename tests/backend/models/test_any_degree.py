@@ -1,4 +1,4 @@
-"""One weight directory at any tensor and pipeline degree gives the tokens of transformers.
+"""A weight directory gives transformers' tokens at every tensor and pipeline degree.
 
 Ranks are threads here; tests/backend/models/test_ranks.py has processes, for every family.
 """
@@ -27,7 +27,8 @@ _made: dict[tuple, tuple] = {}
 
 
 def prepared(folder: Path, family: str, ranks: int = 1, **settings):
-    """(weight directory, prompts, transformers' greedy tokens) of a model of 12 heads and 3 layers."""
+    """Return weight directory, prompts and transformers' greedy tokens of a model of 12 heads and 3
+    layers."""
     key = (family, ranks, *sorted(settings.items()))
     if key not in _made:
         model = FAMILIES[family](**{**FAMILIES[family].shared, **settings})
@@ -66,12 +67,12 @@ def test_families_at_further_degrees(folder, family, tensor, stages):
     ],
 )
 def test_heads_that_ranks_share_and_an_mlp_that_is_padded(folder, kind, tensor, stored):
-    """Also from directories that were written at such a degree."""
+    """This also holds for directories that were written at such a degree."""
     kv_heads = UNEVEN[kind]["num_key_value_heads"]
     directory, prompts, wanted = prepared(folder, "llama", stored, **UNEVEN[kind])
     tokens, engines = generate_on_ranks(directory, tensor, 1, prompts, NEW_TOKENS)
     assert tokens == wanted
-    for engine in engines:  # a rank's cache holds its own key/value heads and no others
+    for engine in engines:  # a rank caches only its own KV heads
         assert {cache.blocks.shape[2] for cache in engine.state.caches} == {max(kv_heads // tensor, 1)}
 
 

@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, with ports and files of its own, if it is installed (make slurm)."""
+"""Runs a Slurm cluster of one node on this machine, with its own ports and files (make slurm installs it)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PartitionName=tests Nodes={host} Default=YES State=UP OverSubscribe=FORCE:8
 
 
 def missing() -> str:
-    """Why Slurm cannot run here; "" if it can."""
+    """Return why Slurm cannot run here; "" if it can."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
         return f"no Slurm here (make slurm): {', '.join(absent)}"
@@ -52,7 +52,7 @@ def _program(name: str) -> str | None:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Slurm's daemons while the block runs: the environment for its programs."""
+    """Run Slurm's daemons during the block; yields the environment for its programs."""
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
     controller, daemon = free_ports(2)
@@ -86,11 +86,11 @@ def _is_idle(environment: dict[str, str]) -> bool:
 
 
 def cancel(job: object, environment: dict[str, str]) -> None:
-    """End all jobs, which get SIGTERM and time to end; `srun` itself kills them when it gets a signal."""
+    """Cancel all jobs with SIGTERM and time to end; `srun` itself would kill them at once."""
     command = [_program("scancel") or "scancel", "--user", getpass.getuser()]
     subprocess.run(command, env=environment, timeout=20, check=True)
 
 
 def srun(kind: str) -> list[str]:
-    """The command of a step of two tasks. kind: of --mpi."""
+    """Return the command of a step of two tasks. kind: value of --mpi."""
     return [_program("srun") or "srun", f"--mpi={kind}", "--ntasks=2", "--overcommit"]

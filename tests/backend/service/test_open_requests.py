@@ -1,4 +1,4 @@
-"""The open requests of a door without sockets: each one ends exactly once, whatever happens to the engine."""
+"""A door's open requests, tested without sockets: each ends exactly once, whatever the engine does."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_next_engine_gets_a_request_with_the_tokens_that_its_sink_has():
 
 
 def test_events_of_the_lost_engine_do_not_reach_a_resumed_request():
-    """An engine that has forgotten the door, and runs on, says that it has cancelled what the door had."""
+    """An engine that has forgotten the door and still runs reports the door's requests as cancelled."""
     desk = Desk()
     resumable(desk, 3)
     desk.requests.engine_lost("the engine had not heard from this model for a while")

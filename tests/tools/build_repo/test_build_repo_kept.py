@@ -1,4 +1,4 @@
-"""`build-repo` keeps quantised checkpoints as they are where directories can, else it expands them."""
+"""`build-repo` keeps a quantised checkpoint's format if weight directories support it, else dequantises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [7, 9, 11]
 
 
 def built(method: str, directory: Path, **options) -> tuple[Path, str, list[int]]:
-    """The weight directory, what was said, and transformers' greedy tokens with the expanded matrices."""
+    """Return weight directory, output, and transformers' greedy tokens with the dequantised matrices."""
     model = FAMILIES["llama"]()
     source = save_quantized(model, directory / "hf", METHODS[method])
     said = io.StringIO()

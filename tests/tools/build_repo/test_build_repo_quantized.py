@@ -1,4 +1,4 @@
-"""build-repo --quantize: what PARITY.json says, and what is refused."""
+"""build-repo --quantize: the content of PARITY.json, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_divergence_is_that_of_the_formula() -> None:
 
 
 def test_parity_tells_divergence_agreement_and_errors(tmp_path: Path) -> None:
-    """Against transformers with weights that the test has rounded."""
+    """The repository agrees with transformers whose weights the test has rounded."""
     case = FAMILIES["llama"]
     model = case()
     save(model, tmp_path / "hf", tokenizer=False)
@@ -73,7 +73,8 @@ def test_parity_tells_divergence_agreement_and_errors(tmp_path: Path) -> None:
 
 
 def test_a_poor_model_passes_its_floor_with_a_warning(tmp_path: Path) -> None:
-    """Random weights: int4 turns most tokens. One agreement, and null where no bound holds."""
+    """With random weights int4 changes most tokens: PARITY.json has one agreement, and null where no bound
+    holds."""
     source = save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)
     printed = io.StringIO()
     build_repo(
@@ -139,7 +140,8 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("name", ["w8a8-int8", "w8a8-fp8", "w8a8-fp8-blocks"])
 def test_products_in_8_bit_are_built_and_compared(name: str, tmp_path: Path) -> None:
-    """The stored values against numpy's rounding; 200 inputs and 344 outputs cut the last blocks."""
+    """The stored values equal numpy's rounding; 200 inputs and 344 outputs leave the last blocks
+    incomplete."""
     model = FAMILIES["llama"](hidden_size=200, intermediate_size=344, num_attention_heads=4)
     source = save(model, tmp_path / "hf", tokenizer=False)
     build_repo(

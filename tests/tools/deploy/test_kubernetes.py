@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: their schemas, and that what they name exists in our code and in the image."""
+"""Kubernetes manifests match their schemas, and everything they name exists in our code and the image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SET = next(path for path in MANIFESTS if path.stem == "leader_worker_set")
 
 
 def check(document: dict[str, Any]) -> None:
-    """Raises an error of its schema for an unknown or a wrong field."""
+    """Raise the schema's error for an unknown field or a wrong value."""
     if document["kind"] == "LeaderWorkerSet":
         jsonschema.validate(document, LEADER_WORKER_SET)
         for template in pod_templates(document).values():
@@ -51,7 +51,7 @@ def seconds(probe: dict[str, Any]) -> float:
 
 
 def end_s(options: dict[str, Any]) -> float:
-    """How long `tridecode serve` may take from SIGTERM on."""
+    """Return the longest time that `tridecode serve` needs to end after SIGTERM."""
     return options["drain_s"] + drain.IDLE_S + drain.END_S + 2.0
 
 
@@ -159,7 +159,7 @@ def test_the_rollout_waits_for_the_start():
     assert deployment["spec"]["progressDeadlineSeconds"] > seconds(container["startupProbe"])
 
 
-# ---------------------------------------------------------------- who finds whom
+# ---------------------------------------------------------------- probes, metrics and services
 
 
 @pytest.mark.parametrize(("place", "pod", "container"), ANSWERING, ids=[one[0] for one in ANSWERING])
@@ -191,7 +191,7 @@ def test_the_service_selects_the_pods_by_ports_that_they_name():
 
 
 def node_environment(container: dict[str, Any], index: int, size: int) -> dict[str, str]:
-    """A container's variables with what LeaderWorkerSet sets in place of $(NAME), as kubelet does."""
+    """Return a container's variables, with each $(NAME) replaced by the value that LeaderWorkerSet sets."""
     known = {
         "LWS_LEADER_ADDRESS": "tridecode-0.tridecode.default",
         "LWS_GROUP_SIZE": str(size),

@@ -1,4 +1,4 @@
-"""`tridecode doctor`: every trap of a repository is found, and the command says so."""
+"""`tridecode doctor` finds and reports each misconfiguration of a repository."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_wrong_reference_of_shadow_runs_is_found(repository):
 
 FT = "fastertransformer"
 GPU_16 = replace(GPU_MACHINE, cuda=gpu(capability=75, name="Tesla T4", memory=16 * GIB))
-#: trap: (model, parameter, its value, the new one, machine, severity, part of found, part of what to change)
+#: trap: (model, parameter, old value, new value, machine, severity, part of the finding, part of the advice)
 SETTINGS = {
     "bf16 on a GPU without it": (FT, "data_type", "fp32", "bf16", GPU_16, "error", "ability 7.5", "fp16"),
     "float32 on a GPU": (FT, "data_type", "fp32", "fp32", GPU_MACHINE, "warning", "fp32 on a GPU", "half"),
@@ -150,7 +150,7 @@ def test_supposed_gpus_need_no_gpu(repository):
 
 
 def damage(repository: Path, offset: int) -> list[str]:
-    """Flip a bit of every weight file, `offset` bytes from its start or, negative, its end. Their names."""
+    """Flip a bit of every weight file at `offset` (negative: from the end). Return their names."""
     weights = repository / FT / "1" / "1-gpu"
     for path in weights.glob("*.bin"):
         data = bytearray(path.read_bytes())
@@ -235,7 +235,7 @@ def run(*arguments: str):
 
 @pytest.fixture
 def healthy(monkeypatch):
-    """The command on CPU_MACHINE: this one may have findings of its own."""
+    """Run the command on CPU_MACHINE, because the real machine may have findings."""
     from tridecode.tools.doctor import diagnosis
 
     monkeypatch.setattr(diagnosis, "inspect_machine", lambda repository: CPU_MACHINE)

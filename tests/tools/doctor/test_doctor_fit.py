@@ -1,4 +1,4 @@
-"""What a model takes on a machine, to the byte, and what to change where it does not fit."""
+"""The memory of a model on a machine, to the byte, and the advice if it does not fit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_8_bit_cache_is_planned_with_its_scales(dtype: str):
     narrow = fit(LLAMA_8B, config, Place("cpu", 80 * GIB))
     whole = fit(LLAMA_8B, replace(config, kv_cache_dtype="auto"), Place("cpu", 80 * GIB))
     assert (whole.cache_dtype, narrow.cache_dtype) == ("fp32", dtype)
-    # layers, K and V, kv heads, tokens; a byte for each of 128 numbers and 4 for their scale
+    # layers, K and V, kv heads, tokens; a byte for each of 128 values and 4 for their scale
     assert narrow.ranks[0].block == 32 * 2 * 8 * 32 * (128 + 4)
     assert 3.8 * whole.blocks < narrow.blocks <= 512 / 132 * (whole.blocks + 1)
     assert narrow.ranks[0].fixed == whole.ranks[0].fixed
@@ -84,7 +84,7 @@ def test_an_8_bit_cache_is_planned_with_its_scales(dtype: str):
 
 @pytest.mark.parametrize(("longest", "expanded"), [(2048, 64 << 20), (1 << 17, (1 << 17) * 2 * 8 * 128 * 2)])
 def test_an_8_bit_cache_on_a_gpu_is_planned_with_the_scratch_of_its_prompts(longest: int, expanded: int):
-    """The longest context of a layer in bf16, or room for several shorter ones."""
+    """Scratch holds the longest context of a layer in bf16, or several shorter ones."""
     config = replace(BF16, max_sequences=16, max_sequence_tokens=longest)
     model = replace(LLAMA_8B, max_positions=longest)
     narrow, whole = (
@@ -97,7 +97,7 @@ def test_an_8_bit_cache_on_a_gpu_is_planned_with_the_scratch_of_its_prompts(long
 
 
 def follow(fix: str, config: EngineConfig) -> EngineConfig:
-    """The settings with the change that a finding names."""
+    """Return the settings after the change that a finding advises."""
     found = re.search(r"tensor_para_size (\d+) and pipeline_para_size (\d+)", fix)
     assert found, fix
     return replace(config, tensor_para_size=int(found[1]), pipeline_para_size=int(found[2]))
@@ -137,7 +137,9 @@ def test_the_reference_of_shadow_runs_is_planned_and_its_lack_of_room_has_a_way_
     cache = 2 * 2048 // 32 * found.ranks[0].block  # two caches of one sequence
     logits = (3 * 8 + 4) * 16 * 128256  # 16 rows: two distributions and scratch in float64, logits in float32
     exact = 2 * 8_030_261_248 + tables + cache + logits
-    rows = 256 * (2 * 4096 + 6144 + 4096 + 2 * 14336) * 2  # of a slice: at most twice that with its copy
+    rows = (
+        256 * (2 * 4096 + 6144 + 4096 + 2 * 14336) * 2
+    )  # rows of a slice; with their copy at most twice as much
     assert exact < shadow < exact + 2 * rows
     assert found.ranks[0].fixed == plain.ranks[0].fixed + shadow
     tight = Place("cuda", 24 * GIB)

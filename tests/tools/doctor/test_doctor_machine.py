@@ -1,4 +1,4 @@
-"""Every trap of a machine is found, alone, by its facts; and the facts are the machine's."""
+"""`tridecode doctor` finds each misconfiguration of a machine, and reads the machine's facts correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_healthy_machines_have_no_findings():
     assert list(machine_findings(CPU_MACHINE)) == []
 
 
-#: trap: (change of GPU_MACHINE, ranks, severity, where, part of what was found, part of what to change)
+#: trap: (change of GPU_MACHINE, ranks, severity, where, part of the finding, part of the advice)
 TRAPS = {
     "torch without CUDA": (
         {"cuda": replace(CUDA, torch_cuda=None, visible=())}, 1, "error", "torch", "a CPU build",

@@ -1,4 +1,4 @@
-"""Settings, repository and flags: what is refused before anything starts, and what tritonserver is given."""
+"""Options of `tridecode serve`: refusals before anything starts, and the flags that tritonserver gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' generate, with its default settings."""
+"""Measures transformers' generate with its default settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tridecode.tools.bench.shapes.hf_config import hf_config
 
 
 def bench_transformers(job: Job) -> dict[str, Any]:
-    """measure() of transformers. job.directory: a Hugging Face checkpoint or a .gguf file."""
+    """Run measure() on transformers. job.directory: a Hugging Face checkpoint or a .gguf file."""
     device = choose_device(EngineConfig(device=job.device))
     model = load_model(job, device)
 
@@ -42,7 +42,7 @@ def bench_transformers(job: Job) -> dict[str, Any]:
 
 
 def load_model(job: Job, device: torch.device) -> Any:
-    """transformers' model of a job, in evaluation mode."""
+    """Return transformers' model of a job, in evaluation mode."""
     if job.directory.endswith(".gguf"):
         plain: Any = open_checkpoint(job.directory).reference_model(DTYPES[job.dtype or "fp32"])
         return plain.to(device)
@@ -58,7 +58,7 @@ def load_model(job: Job, device: torch.device) -> Any:
 
 @torch.inference_mode()
 def _generate(model: Any, prompts: Sequence[Sequence[int]], output_tokens: int) -> None:
-    """Exactly output_tokens greedy tokens after each prompt; shorter prompts are padded on the left."""
+    """Generate exactly output_tokens greedy tokens per prompt; shorter prompts are padded on the left."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)

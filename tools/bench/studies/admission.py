@@ -1,4 +1,4 @@
-"""Compares admission rules on a device, alternating on one engine: verifies the predictions of step_model.py.
+"""Compares admission rules, alternating on one engine, to verify the predictions of step_model.py.
 
     python -m tridecode.tools.bench.studies.admission
 
@@ -27,12 +27,13 @@ from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, Run, Step, latencies
 from tridecode.tools.bench.shapes.presets import random_prompts
 
-_OUTPUT = 3  # new tokens of LAMBADA's prompts
+_OUTPUT = 3  # new tokens per LAMBADA prompt
 _SHOWN = ("token_gap_p50_ms", "token_gap_p95_ms", "token_gap_p99_ms", "mixed_steps", "mixed_step_ms")
 
 
 def run(engine: Engine, job: Job, slots: int, rate: float = 0.0, **limits: Any) -> tuple[float, Run]:
-    """Seconds of the job's requests, and what happened. limits: of the scheduler, instead of the engine's."""
+    """Run the job's requests; return the seconds and the run. limits: scheduler settings that replace the
+    engine's."""
     runner = LoopRunner(engine, rate, job.seed)
     changed = replace(runner.scheduler.limits, max_sequences=slots, **limits)
     runner.scheduler = Scheduler(changed, runner.scheduler.clock)
@@ -82,7 +83,10 @@ def _steady(engine: Engine, job: Job, rate: float, slots: int) -> None:
     _say(f"{rate:g} chats a second", seconds, happened, slots)
     token_s = alone / sum(map(len, prompts))
     ratio, rows = over_parts(happened.steps, token_s)
-    print(f"{rows:.0f} rows decode; steps over their parts {ratio:.3f} ({1e6 * token_s:.1f} us a token)")
+    print(
+        f"{rows:.0f} decode rows; steps take {ratio:.3f} of the sum of their parts "
+        f"({1e6 * token_s:.1f} us per token)"
+    )
 
 
 def _lambada(engine: Engine, job: Job, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/guides/quantization.md is what the plan of the memory gives."""
+"""The memory table of docs/guides/quantization.md equals the memory plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_document_has_the_planned_figures(monkeypatch) -> None:
 
 
 def test_an_8_bit_cache_holds_nearly_twice_as_many_sequences() -> None:
-    """A token of a head has 128 bytes and a scale of 4 in place of 256 bytes."""
+    """Each token of a head takes 128 bytes and a scale of 4 bytes instead of 256 bytes."""
     half, whole = plan("bloom-7b1", "", False, "fp8"), plan("bloom-7b1", "", False, "auto")
     assert half.block * 256 == whole.block * 132
     assert sequences(half, CARDS[1]) > 1.9 * sequences(whole, CARDS[1])
