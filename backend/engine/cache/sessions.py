@@ -28,8 +28,6 @@ from tridecode.backend.wire.messages import SessionRound, Submit
 MAX_RESERVED_TOKENS = 1 << 26
 #: overhead of a row besides its ids, in ids
 _ROW_TOKENS = 1024
-#: outputs that a sequence can have only if all of its prompt is computed
-_OF_PROMPTS = ("return_context_embedding", "return_context_logits", "return_context_log_prob")
 _EXPIRY_S = 0.5  # interval between checks for idle sessions
 _MAX_REASONS = 1024
 
@@ -193,11 +191,6 @@ class SessionStore:
         """
         wanted, rows = submit.session, len(submit.sequences)
         assert wanted is not None
-        for name in _OF_PROMPTS:
-            if any(getattr(sequence.params, name) for sequence in submit.sequences):
-                raise RequestError(
-                    f"{name} is true; a session has none, because it does not recompute stored tokens"
-                )
         if any(sequence.params.num_slots > 1 for sequence in submit.sequences):
             raise RequestError("beam_width or num_return_sequences is above 1; a session accepts 1")
         session = self._sessions.get((door, wanted.session))

@@ -25,6 +25,8 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 _ITEM = 4  # bytes of a logit: float32
 #: the logits of all open requests may have this many times the bytes of one request's limit
 _OPEN_REQUESTS = 4
+#: outputs that need every token of the prompt to be computed in this request
+_OF_COMPUTED_PROMPTS = ("return_context_embedding", "return_context_logits", "return_context_log_prob")
 
 
 def wants_extra_outputs(params: SamplingParams) -> bool:
@@ -50,13 +52,14 @@ def logits_bytes(prompt: int, params: SamplingParams, vocab_size: int) -> int:
 
 def check_round(params: SamplingParams) -> None:
     """Raise RequestError for a round of a session that needs results of a computed prompt, because most of
-    its prompt is already in the cache.
+    its prompt is already in the cache. The interactive contract has no input for them.
     """
-    if params.return_context_logits or params.return_context_log_prob:
-        raise RequestError(
-            "logits or log probabilities of the prompt are wanted in a session, which does not compute its "
-            "earlier tokens again; send the prompt as a request of its own"
-        )
+    for name in _OF_COMPUTED_PROMPTS:
+        if getattr(params, name):
+            raise RequestError(
+                f"{name} is set in a session, which does not compute its earlier tokens again; send the "
+                "prompt as a request of its own"
+            )
 
 
 def note_step(plan: StepPlan, chunks: Items[tuple[Sequence, int, int]]) -> None:

@@ -209,12 +209,14 @@ def test_logits_that_are_not_numbers_end_their_request_alone(wrong: float, param
         assert offline.generations[number].tokens == alone[number]
 
 
-def test_a_round_of_a_session_has_no_logits_of_its_prompt() -> None:
+@pytest.mark.parametrize(
+    "name", ["return_context_logits", "return_context_log_prob", "return_context_embedding"]
+)
+def test_a_round_of_a_session_has_no_results_of_its_prompt(name: str) -> None:
     run = Run(limits())
-    one = SequenceRequest(
-        np.zeros(3, np.int32).tobytes(), SamplingParams(max_tokens=2, return_context_logits=True)
-    )
-    with pytest.raises(RequestError, match="in a session, which does not compute its earlier tokens again"):
+    one = SequenceRequest(np.zeros(3, np.int32).tobytes(), SamplingParams(max_tokens=2, **{name: True}))
+    message = f"{name} is set in a session, which does not compute its earlier tokens again"
+    with pytest.raises(RequestError, match=message):
         run.scheduler.submit(DOOR, Submit(1, [one], session=SessionRound(7, 20)))
     assert not run.scheduler.has_work
 
