@@ -291,7 +291,7 @@ class FakeEngine:
             )
             return
         sequences = [one for wanted in submit.sequences for one in _sequences(wanted)]
-        if submit.session is not None and submit.session.kept:
+        if submit.session is not None and submit.session.retained:
             rows = self.sessions.get((door, submit.session.session))
             if rows is None and submit.session.history:
                 rows = [np.frombuffer(row, "<i4").tolist() for row in submit.session.history]
@@ -301,8 +301,8 @@ class FakeEngine:
                 )
                 self._send(socket, door, [lost])
                 return
-            for sequence, row, kept in zip(sequences, rows, submit.session.kept):
-                sequence.history[:0] = row[:kept]
+            for sequence, row, retained in zip(sequences, rows, submit.session.retained):
+                sequence.history[:0] = row[:retained]
         _resume(sequences, submit.sent)
         deadline = time.monotonic() + submit.timeout_s if submit.timeout_s else float("inf")
         self._running[door, submit.request] = _Request(door, submit, sequences, deadline)

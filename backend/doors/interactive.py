@@ -171,7 +171,7 @@ class TritonPythonModel(EngineDoor):
         return self.conversations.begin(turn.key, session_len, memory_len or session_len, new.batch)
 
     def _round(self, turn: Turn, conversation: Conversation, new: Prompts) -> SessionRound:
-        kept = [] if turn.start else conversation.kept
+        retained = [] if turn.start else conversation.stored
         if turn.start:
             conversation.leads = [
                 [] if length else [start_id] for length, start_id in zip(new.lengths, new.start_ids)
@@ -180,7 +180,7 @@ class TritonPythonModel(EngineDoor):
         return SessionRound(
             conversation.number,
             conversation.session_len,
-            kept,
+            retained,
             conversation.memory_len,
             self.idle_s,
         )

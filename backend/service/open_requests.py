@@ -210,7 +210,7 @@ class OpenRequests:
     def _with_history(self, entry: OpenRequest) -> bytes:
         """Return the frame, with the session's tokens if a lost engine had the session."""
         wanted = entry.session
-        if wanted is None or not wanted.kept or self._sessions.get(wanted.session) == self._engines:
+        if wanted is None or not wanted.retained or self._sessions.get(wanted.session) == self._engines:
             return entry.frame
         return m.encode(msgspec.structs.replace(_submit_of(entry), session=_with_tokens(wanted, entry)))
 

@@ -14,7 +14,7 @@ from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 MAX_LORA_NAME = 128  # characters
@@ -53,7 +53,7 @@ class SessionRound(msgspec.Struct, frozen=True, omit_defaults=True):
     session: int  # unique within the door
     session_len: int  # tokens of the longest row at the end of the last round
     # number of stored tokens of each row that the round continues; []: the session begins
-    kept: list[int] = []
+    retained: list[int] = []
     memory_len: int = 0  # number of latest tokens that are attended to; 0: all
     idle_s: float = 60.0  # the session ends after this long without a round
     #: stored tokens of each row, int32, little-endian, for an engine that does not have the session

@@ -42,10 +42,10 @@ class Conversation:
 
     @property
     def longest(self) -> int:
-        return max(self.kept)
+        return max(self.stored)
 
     @property
-    def kept(self) -> list[int]:
+    def stored(self) -> list[int]:
         """Return the number of tokens of each row that the engine has."""
         return [len(row) + len(lead) for row, lead in zip(self.rows, self.leads)]
 

@@ -43,7 +43,7 @@ class BlockIndex:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self.num_kept = 0
+        self.num_cached = 0
         self._secret = secrets.token_bytes(32)
         self._users = [0] * num_blocks
         # popped from the end, so that low numbers are taken first
@@ -88,27 +88,27 @@ class BlockIndex:
         for block in blocks:
             if users[block] == 0:
                 assert block in self._keys, f"block {block} is free and cannot be shared"
-                self.num_kept -= 1
+                self.num_cached -= 1
             users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a user from each of the blocks. A block without users stays cached if it has an identity."""
         users, keys, free = self._users, self._keys, self._free
-        kept = []
+        cached = []
         for block in blocks:
             assert users[block] > 0, f"block {block} is released more often than it was taken"
             users[block] -= 1
             if users[block] == 0:
                 if block in keys:
-                    kept.append(block)
+                    cached.append(block)
                 else:
                     free.append(block)
-        if kept:
-            self._keep(kept)
+        if cached:
+            self._add_cached(cached)
 
-    def _keep(self, blocks: list[int]) -> None:
+    def _add_cached(self, blocks: list[int]) -> None:
         self._clock += 1
-        self.num_kept += len(blocks)
+        self.num_cached += len(blocks)
         for block in blocks:
             self._released[block] = self._clock
             self._offer(block)
@@ -179,7 +179,7 @@ class BlockIndex:
         del self._blocks[self._keys.pop(block)]
         parent, self._parents[block] = self._parents[block], -1
         if self._users[block] == 0:
-            self.num_kept -= 1
+            self.num_cached -= 1
             self._free.append(block)
         if parent >= 0:
             self._children[parent] -= 1

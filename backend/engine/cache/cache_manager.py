@@ -58,7 +58,7 @@ class CacheManager:
             return False
         row, size = sequence.group.row, self.block_tokens
         needed = -(-(sequence.num_known if row is None else row.capacity(sequence.num_known)) // size)
-        if row is not None and needed > self.index.num_free + self.index.num_kept:
+        if row is not None and needed > self.index.num_free + self.index.num_cached:
             return False
         length, blocks = self._cached(sequence, shift, prefix)
         self.index.share(blocks)  # from now on they are not evicted

@@ -104,7 +104,7 @@ class SessionRow:
         if self.ring:
             self.written = 0
 
-    def keep(self, index: BlockIndex, tokens: np.ndarray, held: Held | None, block_tokens: int) -> None:
+    def store(self, index: BlockIndex, tokens: np.ndarray, held: Held | None, block_tokens: int) -> None:
         """Store the tokens (n,) of a round that has ended; index the blocks that its sequence is about to
         release.
 
@@ -178,14 +178,14 @@ class SessionStore:
     @property
     def num_blocks(self) -> int:
         """Return the number of session blocks that no running sequence uses."""
-        return self._index.num_kept
+        return self._index.num_cached
 
     def check(
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]
     ) -> tuple[Session, list[np.ndarray]]:
         """Return the round's session, for `open`, and the whole prompt of each row: stored tokens, then new
         ones. If the session is unknown and the round carries its history, the session begins with that
-                history.
+        history.
 
         Changes nothing. Raises RequestError, SessionGoneError or CapacityError.
         """
@@ -194,13 +194,13 @@ class SessionStore:
         if any(sequence.params.num_slots > 1 for sequence in submit.sequences):
             raise RequestError("beam_width or num_return_sequences is above 1; a session accepts 1")
         session = self._sessions.get((door, wanted.session))
-        if not wanted.kept or (session is None and wanted.history):
+        if not wanted.retained or (session is None and wanted.history):
             session = self._new(submit, wanted)
         elif session is None:
             raise SessionGoneError(self._reasons.get((door, wanted.session), "the engine does not have it"))
         if session.running:
             raise RequestError("the session's last round has not ended; wanted its next round after that")
-        if len(session.rows) != rows or (wanted.kept and len(wanted.kept) != rows):
+        if len(session.rows) != rows or (wanted.retained and len(wanted.retained) != rows):
             raise RequestError(f"this round has {rows} rows; the session has {len(session.rows)}")
         return session, self._whole(session, wanted, submit, prompts)
 
@@ -216,7 +216,7 @@ class SessionStore:
             found = f"memory_len is {wanted.memory_len} and session_len {wanted.session_len}"
             raise UnsupportedError(f"{found}; wanted session_len or more: {self._limits.ring_fault}")
         rows = [SessionRow(ring) for _ in submit.sequences]
-        for row, tokens in zip(rows, wanted.history if wanted.kept else ()):
+        for row, tokens in zip(rows, wanted.history if wanted.retained else ()):
             row.tokens = np.frombuffer(tokens, "<i4")
         session = Session(
             rows,
@@ -237,17 +237,17 @@ class SessionStore:
     ) -> list[np.ndarray]:
         whole = []
         for index, (row, prompt, sequence) in enumerate(zip(session.rows, prompts, submit.sequences)):
-            kept = wanted.kept[index] if wanted.kept else 0
-            if not 0 <= kept <= len(row.tokens):
-                raise RequestError(f"row {index} keeps {kept} tokens; the session has {len(row.tokens)}")
+            retained = wanted.retained[index] if wanted.retained else 0
+            if not 0 <= retained <= len(row.tokens):
+                raise RequestError(f"row {index} keeps {retained} tokens; the session has {len(row.tokens)}")
             if row.ring and len(prompt) > session.memory_len:
                 raise RequestError(
                     f"row {index} has {len(prompt)} new tokens; memory_len is {session.memory_len}"
                 )
-            total = kept + len(prompt) + sequence.params.max_tokens
+            total = retained + len(prompt) + sequence.params.max_tokens
             if total > session.session_len:
                 raise RequestError(
-                    f"row {index} has {kept} tokens and {len(prompt)} new ones, and "
+                    f"row {index} has {retained} tokens and {len(prompt)} new ones, and "
                     f"{sequence.params.max_tokens} are wanted, {total} together; "
                     f"session_len is {session.session_len}"
                 )
@@ -256,25 +256,25 @@ class SessionStore:
                     f"lora_name of row {index} is {sequence.lora_name!r}; the session began with "
                     f"{session.lora_names[index]!r}"
                 )
-            whole.append(np.concatenate([row.tokens[:kept], prompt]))
+            whole.append(np.concatenate([row.tokens[:retained], prompt]))
         return whole
 
     def open(self, door: bytes, submit: Submit, session: Session) -> None:
         """Begin the round that `check` accepted, and end an older session of the same number."""
         assert submit.session is not None
-        key, kept = (door, submit.session.session), submit.session.kept
+        key, retained = (door, submit.session.session), submit.session.retained
         if self._sessions.get(key) is not session:
             self.end(door, submit.session.session)
             self._sessions[key] = session
             self._reserved += session.reserved
         self._sessions.move_to_end(key)
         session.running, session.used_at = len(session.rows), self._clock()
-        for row, count in zip(session.rows, kept or [0] * len(session.rows)):
+        for row, count in zip(session.rows, retained or [0] * len(session.rows)):
             row.reusable = count
 
-    def keep(self, door: bytes, number: int, row: SessionRow, tokens: np.ndarray, held: Held | None) -> None:
+    def store(self, door: bytes, number: int, row: SessionRow, tokens: np.ndarray, held: Held | None) -> None:
         """Store the tokens (n,) int32 of a sequence of the running round that has ended."""
-        row.keep(self._index, tokens, held, self._limits.block_tokens)
+        row.store(self._index, tokens, held, self._limits.block_tokens)
         session = self._sessions[door, number]
         session.running -= 1
         session.used_at = self._clock()

@@ -60,13 +60,13 @@ class StepSampler:
             others = slots.clone()
             others[:first] = -1
             self._draw(logits, others, state, tokens=tokens, log_probs=log_probs)
-        kept = tokens[:first], log_probs[:first], self._accepted[: batch.num_decodes]
+        outputs = tokens[:first], log_probs[:first], self._accepted[: batch.num_decodes]
         if self._state.vocab is None:
             self._state.ops.verify(
-                logits[:first], batch, state, tokens=kept[0], log_probs=kept[1], accepted=kept[2]
+                logits[:first], batch, state, tokens=outputs[0], log_probs=outputs[1], accepted=outputs[2]
             )
         else:
-            verify_rows(self._draw, logits[:first], batch, state, *kept)
+            verify_rows(self._draw, logits[:first], batch, state, *outputs)
 
     def _draw(
         self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor

@@ -3,7 +3,7 @@
 While a step that verifies is in flight, only the device knows how many of its tokens each row keeps. The
 scheduler then counts with the most that it may keep: CacheManager.lengths is that bound, blocks are assigned
 up to it, and `settle` lowers it once the step is committed. The row of the next plan has no place of its own;
-the device places it behind what the row before has kept (Ops.place_rows).
+the device places it behind the tokens that the row before has accepted (Ops.place_rows).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class RequestTable:
         for callback in self.on_end:
             callback(sequence, finish)
         if sequence.group.row is not None:
-            self._store_round(sequence, sequence.group.row, finish)
+            self._store_in_session(sequence, sequence.group.row, finish)
         self._planner.leave(sequence)
         sequence.stage = Stage.ENDED
         self.num_sequences -= 1
@@ -192,7 +192,7 @@ class RequestTable:
             del self._groups[key]
             self._logits.release(key)
 
-    def _store_round(self, sequence: Sequence, row: SessionRow, finish: Finish) -> None:
+    def _store_in_session(self, sequence: Sequence, row: SessionRow, finish: Finish) -> None:
         """Index the sequence's blocks for its session, unless an error may have left them unwritten."""
         held = None
         if sequence.slot >= 0:
@@ -200,7 +200,7 @@ class RequestTable:
             if finish is Finish.ERROR:
                 held = held._replace(written=0)
         group = sequence.group
-        self._sessions.keep(group.door, group.session, row, sequence.known_tokens(), held)
+        self._sessions.store(group.door, group.session, row, sequence.known_tokens(), held)
 
 
 def _overdue(sequence: Sequence) -> DeadlineError:

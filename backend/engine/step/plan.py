@@ -85,7 +85,7 @@ class StepPlan:
 
     Only the device knows yet: a token id of -1, which is the newest sampled token of the row's slot, or the
     slot's next draft; and, in a step that verifies, the place of a decode row whose context_lens is -1: it
-    follows the tokens that earlier steps have kept, and its positions hold only what is added to them.
+    follows the tokens that earlier steps have accepted, and its positions hold only what is added to them.
 
     positions: position of each token; max_sequence_tokens is added to those of a sequence that longrope
     rotates with its long factors throughout (backend.models.rope.rope_table). parts: this step's optional

@@ -89,7 +89,7 @@ def test_each_answer_has_the_whole_history(door):
     assert second["cum_log_probs"].shape == (1, 2, 1)
     submit = door.test_engine.submits[-1]
     assert [np.frombuffer(s.prompt, "<i4").tolist() for s in submit.sequences] == [[31, 32], [41, 42]]
-    assert submit.session.kept == [7, 7]
+    assert submit.session.retained == [7, 7]
 
 
 def test_rows_of_other_lengths_have_no_gaps(door):
@@ -107,7 +107,7 @@ def test_an_end_token_is_overwritten_by_the_next_prompt():
         assert ids_of(fake_triton.ask(door, start(1, [[11, 12]], 4))) == [[11, 12, 50, END, END, END]]
         assert ids_of(fake_triton.ask(door, a_round(1, [[13]], 1))) == [[11, 12, 50, 13, 50]]
         assert ids_of(fake_triton.ask(door, a_round(1, [[]], 1))) == [[11, 12, 50, 13, 50, 50]]
-        assert door.test_engine.submits[-1].session.kept == [5]
+        assert door.test_engine.submits[-1].session.retained == [5]
 
 
 def test_an_empty_first_row_starts_from_its_start_id(door):

@@ -62,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             taken = self.index.allocate(count)
             assert not set(self.used()) & set(taken), "a block in use was handed out"
-            assert not set(self.indexed.values()) & set(taken), "a kept block was handed out"
+            assert not set(self.indexed.values()) & set(taken), "a cached block was handed out"
             self.holders.append(taken)
 
     @precondition(lambda self: self.holders)
@@ -145,9 +145,9 @@ class IndexMachine(RuleBasedStateMachine):
         used = self.used()
         blocks = range(_BLOCKS)
         assert [self.index.users(block) for block in blocks] == [used[block] for block in blocks]
-        kept = set(self.indexed.values()) - set(used)
-        assert self.index.num_kept == len(kept)
-        assert self.index.num_free == _BLOCKS - len(used) - len(kept)
+        cached = set(self.indexed.values()) - set(used)
+        assert self.index.num_cached == len(cached)
+        assert self.index.num_free == _BLOCKS - len(used) - len(cached)
 
     @invariant()
     def chains_are_whole(self) -> None:

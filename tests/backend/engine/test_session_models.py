@@ -32,8 +32,8 @@ class Talk:
 
     def submit(self, new: list[int]) -> int:
         self.whole = [*self.history, *new]
-        kept = [len(self.history)] if self.history else []
-        wanted = SessionRound(self.number, 60, kept, self.memory)
+        retained = [len(self.history)] if self.history else []
+        wanted = SessionRound(self.number, 60, retained, self.memory)
         self.request = self.offline.submit(new, SamplingParams(max_tokens=COUNT), session=wanted)
         return self.request
 

@@ -101,11 +101,11 @@ class Conversation:
 
     def submit(self, new: list[int], count: int, end_id: int = -1, seed: int = 0) -> int:
         """Begin a round; returns its request."""
-        kept = [len(self.history)] if self.started else []
+        retained = [len(self.history)] if self.started else []
         self.whole = [*self.history, *new] if self.started else new
         self.asked = count, end_id, seed
         history = [np.array(self.history, "<i4").tobytes()] if self.brings_history else []
-        wanted = SessionRound(self.number, kept=kept, history=history, **self.shape)
+        wanted = SessionRound(self.number, retained=retained, history=history, **self.shape)
         return self.run.submit_round(wanted, [new], max_tokens=count, end_id=end_id, seed=seed)
 
     def close(self, request: int) -> None:
@@ -298,8 +298,8 @@ def test_rows_of_a_session_are_conversations_of_their_own():
     run.until_ended(first)
     run.finish_requests()
     histories = [[*prompt, *run.tokens[first, row]] for row, prompt in enumerate(([1, 2, 3], [4, 5]))]
-    kept = [len(history) for history in histories]
-    second = run.submit_round(SessionRound(1, 40, kept), [[6], [7, 8]], max_tokens=4)
+    retained = [len(history) for history in histories]
+    second = run.submit_round(SessionRound(1, 40, retained), [[6], [7, 8]], max_tokens=4)
     run.finish_requests()
     for row, new in enumerate(([6], [7, 8])):
         assert run.tokens[second, row] == wanted_tokens([*histories[row], *new], 4, -1, 0, 0)

@@ -268,7 +268,7 @@ def test_a_prompt_of_which_nobody_knows_what_was_sent_ends_with_its_engine():
 
 def test_a_session_goes_to_the_next_engine_with_its_tokens_and_once():
     desk = Desk()
-    begin, more = m.SessionRound(5, 100), m.SessionRound(5, 100, kept=[3])
+    begin, more = m.SessionRound(5, 100), m.SessionRound(5, 100, retained=[3])
     resumable(desk, 1, session=begin)
     desk.requests.take(event(1, 0, "length"))
     resumable(desk, 2, session=more, history=[[4, 5, 6]])
@@ -276,7 +276,7 @@ def test_a_session_goes_to_the_next_engine_with_its_tokens_and_once():
     desk.requests.engine_lost("rank 0 died")
     desk.requests.engine_ready(LIMITS)
     wanted = [np.array([4, 5, 6], "<i4").tobytes()]
-    assert (last_submit(desk).session.history, last_submit(desk).session.kept) == (wanted, [3])
+    assert (last_submit(desk).session.history, last_submit(desk).session.retained) == (wanted, [3])
     desk.requests.take(event(-2, 0, "length"))
     resumable(desk, 3, session=more, history=[[4, 5, 6]])
     assert not last_submit(desk).session.history
