@@ -318,7 +318,7 @@ def test_steps_without_adapters_keep_their_graphs_and_operations(served, folder:
 
 
 def test_a_loop_that_waits_for_adapters_neither_spins_nor_looks_hung(served, folder, monkeypatch) -> None:
-    from tests.backend.engine.loop_front import run_loop
+    from tests.backend.engine.loop_in_thread import run_loop
 
     offline = engine_over(served("bloom")[0], folder)
     offline.engine.on_logits = None
@@ -326,13 +326,14 @@ def test_a_loop_that_waits_for_adapters_neither_spins_nor_looks_hung(served, fol
     monkeypatch.setattr(
         adapter_store, "read_lora", lambda *arguments: may_go_on.wait(30) and read(*arguments)
     )
-    with run_loop(offline) as (front, status):
-        front.ask([5], SamplingParams(max_tokens=TOKENS), "all")
+    with run_loop(offline.engine, offline.scheduler) as running:
+        doors = running.doors
+        doors.submit(1, [5], "all", max_tokens=TOKENS)
         time.sleep(0.6)
-        assert front.waits <= 6 and status.busy_since == 0.0, "it slept until something happened"
+        assert doors.waits <= 6 and running.status.busy_since == 0.0, "it slept until something happened"
         started = time.monotonic()
         may_go_on.set()
-        wait_until(lambda: front.tokens and front.finishes == ["length"], 20)
+        wait_until(lambda: doors.ends == {1: "length"}, 20)
         assert time.monotonic() - started < 5
-    assert front.tokens == greedy(served("bloom")[2]["all"], [5], TOKENS)[0]
+    assert doors.tokens[1] == greedy(served("bloom")[2]["all"], [5], TOKENS)[0]
     offline.engine.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.backend.engine import thread_ranks
-from tests.backend.engine.loop_front import run_loop
+from tests.backend.engine.loop_in_thread import run_loop
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.engine.toy_device import Run, expected, limits
@@ -134,23 +134,23 @@ def _block_bytes(directory: Path, stages: int) -> int:
 
 
 def test_the_loop_ends_with_steps_in_flight(directory: Path) -> None:
-    def use(offline: OfflineEngine) -> tuple[list[int], list[str]]:
-        with run_loop(offline) as (front, status):
-            front.ask([1, 2, 3], SamplingParams(max_tokens=5), "")
+    def use(offline: OfflineEngine) -> tuple[list[int], dict[int, str]]:
+        with run_loop(offline.engine, offline.scheduler) as running:
+            doors = running.doors
+            doors.submit(1, [1, 2, 3], max_tokens=5)
             for _ in range(2000):
-                if front.finishes:
+                if doors.ends:
                     break
                 threading.Event().wait(0.005)
-            first = list(front.tokens)
-            front.ask([1, 2, 3], SamplingParams(max_tokens=50), "")
-            while status.steps < 8:
+            doors.submit(2, [1, 2, 3], max_tokens=50)
+            while running.status.steps < 8:
                 threading.Event().wait(0.002)
-        return first, front.finishes
+        return doors.tokens[1], doors.ends
 
-    (tokens, finishes), _ = on_ranks(directory, 1, 2, use, pipelined=True)
+    (tokens, ends), _ = on_ranks(directory, 1, 2, use, pipelined=True)
     alone, _ = on_ranks(directory, 1, 1, lambda offline: offline.generate([[1, 2, 3]], EVERY[0])[0].tokens)
     assert tokens == alone[:5]
-    assert finishes == ["length"]  # the doors continue the other request on the next engine
+    assert ends == {1: "length"}  # the doors continue the other request on the next engine
 
 
 def test_sequences_spread_over_the_plans_in_flight() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.backend.engine.loop_in_thread import FakeDoorSocket, LoopInThread, run_loop
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
 from tests.backend.engine.test_memory import CONFIG, CPU, check
 from tests.checkpoints import FAMILIES, save, tiny_llama
@@ -27,16 +27,17 @@ from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.memory import check_background
 from tridecode.backend.engine.device.parts.shadow import ShadowScorer
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parts.shadow import Job, check_settings, needs_second_weights
 from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.backend.wire import messages as m
-from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 
@@ -182,64 +183,15 @@ def test_the_warm_up_runs_the_largest_slice_behind_the_longest_context(
 # ---------------------------------------------------------------- beside live requests
 
 
-class Front:
-    """The part of Front that the loop uses, for several requests."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, str] = {}
-        self._inbox: list[tuple[bytes, m.Submit | m.Cancel]] = []
-        self._arrived = threading.Event()
-
-    def ask(self, request: int, prompt: list[int], **params: Any) -> None:
-        wanted = m.SequenceRequest(np.array(prompt, np.int32).tobytes(), SamplingParams(**params))
-        self.put(m.Submit(request, [wanted]))
-
-    def put(self, message: m.Submit | m.Cancel) -> None:
-        self._inbox.append((b"door", message))
-        self._arrived.set()
-
-    def drain(self) -> list[tuple[bytes, m.Submit | m.Cancel]]:
-        self._arrived.clear()
-        arrived, self._inbox = self._inbox, []
-        return arrived
-
-    def wait(self, timeout_s: float) -> None:
-        self._arrived.wait(timeout_s)
-
-    def wake(self) -> None:
-        self._arrived.set()
-
-    def send(self, events: list[tuple[bytes, m.Event]]) -> None:
-        for _, event in events:
-            self.tokens.setdefault(event.request, []).extend(event.tokens)
-            if event.finish:
-                self.ends[event.request] = event.finish
-
-
-@dataclass
-class Running:
-    front: Front
-    status: RankStatus
-    loop: DecodeLoop
-    thread: threading.Thread
-
+class Running(LoopInThread):
     def metric(self, name: str) -> float:
         return self.status.metrics.get(f"shadow_{name}", -1.0)
 
 
 @contextmanager
 def running(engine: Engine) -> Iterator[Running]:
-    front, status = Front(), RankStatus()
-    loop = DecodeLoop(engine, OfflineEngine(engine).scheduler, front, status)  # type: ignore[arg-type]
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield Running(front, status, loop, thread)
-    finally:
-        loop.stop()
-        thread.join(20)
-        assert not thread.is_alive()
+    with run_loop(engine, OfflineEngine(engine).scheduler) as loop:
+        yield Running(**vars(loop))
 
 
 @pytest.mark.parametrize("time_share", [0.0, 1.0])
@@ -252,14 +204,14 @@ def test_live_answers_are_unchanged_and_every_token_is_counted(
     rounded = checkpoint.rounded()
     with running(load(checkpoint.int8, **settings)) as service:
         for number, prompt in enumerate(prompts):
-            service.front.ask(number, prompt, max_tokens=9)
+            service.doors.submit(number, prompt, max_tokens=9)
         wait_until(lambda: service.metric("kl_count") == len(prompts), 30)
-    assert service.front.tokens == {
+    assert service.doors.tokens == {
         number: hf_greedy(rounded, prompt, 9)[0] for number, prompt in enumerate(prompts)
     }
     kl, agreeing = 0.0, 0
     for number, prompt in enumerate(prompts):
-        tokens = (prompt + service.front.tokens[number])[:-1]
+        tokens = (prompt + service.doors.tokens[number])[:-1]
         one = compared(logits_of(checkpoint.model, tokens), logits_of(rounded, tokens), 9)
         kl, agreeing = kl + one[0], agreeing + one[1]
     assert (service.metric("tokens"), service.metric("tokens_agreeing")) == (9 * len(prompts), agreeing)
@@ -270,27 +222,58 @@ def test_live_answers_are_unchanged_and_every_token_is_counted(
     assert service.metric('kl_bucket{le="+Inf"}') == service.metric("ended") == len(prompts)
 
 
+class SteadyLoad(FakeDoorSocket):
+    """Keeps eight requests open, and ends the loop after `steps` steps. clock: a step and a slice each take
+    a fixed time, so that the load of the machine changes nothing."""
+
+    STEP_S, SLICE_S = 1.0, 0.5
+
+    def __init__(self, engine: Engine, steps: int):
+        super().__init__()
+        self.clock, self.asked, self.slices, self.steps_left = 0.0, 0, 0, steps
+        self.loop = DecodeLoop(engine, OfflineEngine(engine).scheduler, self, RankStatus())  # type: ignore[arg-type]
+        (self.background,) = self.loop.background
+        self.background._clock = lambda: self.clock
+        self.launch, self.advance = engine.launch, scorer_of(engine).advance
+        engine.launch, scorer_of(engine).advance = self._launch, self._advance
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        self.clock += self.STEP_S
+        self.steps_left -= 1
+        return self.launch(plan)
+
+    def _advance(self, job: Job) -> None:
+        self.clock += self.SLICE_S
+        self.slices += 1
+        self.advance(job)
+
+    def drain(self) -> list[tuple[bytes, m.Submit | m.Cancel]]:
+        while self.asked - len(self.ends) < 8:
+            self.asked += 1
+            self.submit(self.asked, [self.asked % 300, 5], max_tokens=30)
+        if self.steps_left <= 0:
+            self.loop.stop()
+        return super().drain()
+
+
 def test_under_a_steady_load_slices_take_their_share_of_the_time(checkpoint: Checkpoint) -> None:
     """Four sequences run at all times, of eight requests that are open."""
     engine = load(checkpoint.dense, int8_mode=1, shadow_time_share=0.1, shadow_slice_tokens=1)
-    with running(engine) as service:
-        begin, asked = time.monotonic(), 0
-        while time.monotonic() < begin + 3:
-            while asked - len(service.front.ends) < 8:
-                asked += 1
-                service.front.ask(asked, [asked % 300, 5], max_tokens=30)
-            time.sleep(0.001)
-        spent, wall = service.metric("seconds"), time.monotonic() - begin
-        assert service.metric("kl_count") > 0 and service.metric("dropped") > 0
-    assert 0.03 * wall < spent <= 0.11 * wall + 0.1  # a slice that was interrupted by other processes
-    assert set(service.front.ends.values()) <= {"length", "error"}  # the last ones by the stop
+    service = SteadyLoad(engine, steps=600)
+    service.loop.run()
+    found = service.background.metrics()
+    assert found["shadow_seconds"] == service.slices * service.SLICE_S
+    # a slice begins with the first step after its time, and the last slice may be the newest
+    assert 0.08 * service.clock < found["shadow_seconds"] <= 0.1 * service.clock + service.SLICE_S
+    assert found["shadow_kl_count"] > 0 and found["shadow_dropped"] > 0
+    assert len(service.ends) > 40 and set(service.ends.values()) == {"length"}
 
 
 def test_samples_are_compared_each_and_beams_are_skipped(checkpoint: Checkpoint) -> None:
     with running(load(checkpoint.dense, int8_mode=1)) as service:
-        service.front.ask(1, [5, 6, 7], max_tokens=4, num_return_sequences=3, top_k=5)
-        service.front.ask(2, [5, 6, 7], max_tokens=4, beam_width=3)
-        service.front.ask(3, [5, 6, 7], max_tokens=0)
+        service.doors.submit(1, [5, 6, 7], max_tokens=4, num_return_sequences=3, top_k=5)
+        service.doors.submit(2, [5, 6, 7], max_tokens=4, beam_width=3)
+        service.doors.submit(3, [5, 6, 7], max_tokens=0)
         wait_until(lambda: service.metric("ended") == 5 and service.metric("kl_count") == 3, 30)
     assert service.metric("tokens") == 12
     assert service.metric('skipped{reason="beams"}') == service.metric('skipped{reason="empty"}') == 1
@@ -310,13 +293,13 @@ def test_a_shadow_run_that_fails_is_counted_and_harms_nothing(checkpoint: Checkp
     prompts = prompts_of([9, 9, 9, 9], 300)
     with running(engine) as service:
         for number, prompt in enumerate(prompts):
-            service.front.ask(number, prompt, max_tokens=5)
+            service.doors.submit(number, prompt, max_tokens=5)
         wait_until(lambda: service.metric("kl_count") == 2, 30)
         assert (service.metric("failed"), service.metric("ended")) == (2, 4)
-        service.front.ask(9, prompts[0], max_tokens=5)
+        service.doors.submit(9, prompts[0], max_tokens=5)
         wait_until(lambda: service.metric("kl_count") == 3, 30)
-    assert set(service.front.ends.values()) == {"length"}
-    assert service.front.tokens[9] == hf_greedy(checkpoint.rounded(), prompts[0], 5)[0]
+    assert set(service.doors.ends.values()) == {"length"}
+    assert service.doors.tokens[9] == hf_greedy(checkpoint.rounded(), prompts[0], 5)[0]
 
 
 def test_logits_that_are_not_numbers_fail_the_shadow_run(checkpoint: Checkpoint) -> None:
@@ -345,25 +328,25 @@ def test_an_engine_stops_and_requests_are_cancelled_during_a_shadow_run(
 
     monkeypatch.setattr(scorer_of(engine), "advance", advance)
     with running(engine) as service:
-        service.front.ask(1, [5, 6, 7], max_tokens=12)
+        service.doors.submit(1, [5, 6, 7], max_tokens=12)
         assert held.wait(20)
-        service.front.ask(2, [8], max_tokens=20)
-        service.front.ask(3, [9], max_tokens=20)
-        service.front.put(m.Cancel(3))
+        service.doors.submit(2, [8], max_tokens=20)
+        service.doors.submit(3, [9], max_tokens=20)
+        service.doors.put(m.Cancel(3))
         go.set()
-        wait_until(lambda: service.front.ends.get(3) == "cancelled" and 2 in service.front.ends, 20)
+        wait_until(lambda: service.doors.ends.get(3) == "cancelled" and 2 in service.doors.ends, 20)
         wait_until(lambda: service.metric("kl_count") == 2, 20)
         assert service.metric('skipped{reason="unfinished"}') == 1
         held.clear()
         go.clear()
-        service.front.ask(4, [8, 9, 8, 9, 8, 9, 8, 9], max_tokens=20)
+        service.doors.submit(4, [8, 9, 8, 9, 8, 9, 8, 9], max_tokens=20)
         assert held.wait(20)
         count = len(slices)
         service.loop.stop()
         go.set()
         service.thread.join(20)
         assert not service.thread.is_alive() and len(slices) == count
-    assert service.front.tokens[2] == hf_greedy(checkpoint.rounded(), [8], 20)[0]
+    assert service.doors.tokens[2] == hf_greedy(checkpoint.rounded(), [8], 20)[0]
 
 
 # ---------------------------------------------------------------- memory and settings
