@@ -41,7 +41,7 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX, description="-1 or 0: from all tokens")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
     min_tokens: Count | None = None
@@ -52,10 +52,8 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     add_special_tokens: bool | None = None
-    priority: (
-        Annotated[int, Meta(ge=-INT32_MAX - 1, le=INT32_MAX, description="smaller is sooner")] | None
-    ) = None
-    timeout_s: Annotated[float, Meta(gt=0.0, description="deadline, in seconds")] | None = None
+    priority: Annotated[int, Meta(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
     request_id: str | None = None
 
     # accepted without effect: see NO_EFFECT

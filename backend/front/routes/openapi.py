@@ -11,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tridecode.backend.front.errors import ErrorBody
-from tridecode.backend.front.fields.chat import ChatCompletion, ChatRequest
+from tridecode.backend.front.fields.chat import ChatCompletion, ChatMessage, ChatRequest, ContentPart
 from tridecode.backend.front.fields.completions import Completion, CompletionRequest
+from tridecode.backend.front.fields.meanings import described
+from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.routes import adapters, colossal, generate, status, tokens
 
 #: path -> (request, answer, what it does)
@@ -52,6 +54,8 @@ def openapi() -> dict[str, Any]:
     kinds += [kind for kind, _ in _GETS.values() if kind is not None]
     kinds = list(dict.fromkeys(kinds))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in (*(post[0] for post in _POSTS.values()), StreamOptions, ChatMessage, ContentPart):
+        components[kind.__name__] = described(components[kind.__name__], kind)
     by_kind = dict(zip(kinds, schemas))
     errors = {str(code): _answer("an error", by_kind[ErrorBody]) for code in _ERRORS}
     paths: dict[str, Any] = {}

@@ -1,0 +1,128 @@
+"""The meaning and the default of every field of a request; its type and range are those of the struct.
+
+docs/reference/openai_fields.md (`python -m tridecode.tools.generated_docs.openai_fields --write`) and the
+descriptions of the OpenAPI document are made from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Meaning(NamedTuple):
+    """default: the value that an absent field stands for, as JSON, or words; "": nothing."""
+
+    text: str
+    default: str = ""
+
+
+_REQUIRED = "required"
+#: name of a field, or "STRUCT.FIELD" where a struct gives the name a meaning of its own
+MEANINGS: dict[str, Meaning] = {
+    # every request for text
+    "model": Meaning("name of the model or of one of its adapters", "the model"),
+    "stream": Meaning("send the answer as server-sent events while it is made", "false"),
+    "stream_options": Meaning("what a stream also tells; no effect on whole answers", "{}"),
+    "include_usage": Meaning("a last event before `[DONE]` has the numbers of tokens", "false"),
+    "continuous_usage_stats": Meaning("every event has the numbers of tokens so far", "false"),
+    "max_tokens": Meaning("most tokens of an answer", "16"),
+    "temperature": Meaning("divides the logits; 0: greedy", "1"),
+    "top_p": Meaning("sample from the most probable tokens with this share of the probability", "1"),
+    "n": Meaning("answers to each prompt", "1"),
+    "stop": Meaning("an answer ends before the first of these texts", "[]"),
+    "seed": Meaning("of the random numbers; answer i has the seed plus i", "random"),
+    "presence_penalty": Meaning("subtracted from the logits of tokens that the answer has", "0"),
+    "frequency_penalty": Meaning("subtracted for each occurrence in the answer", "0"),
+    "top_k": Meaning("sample from this many most probable tokens; -1 or 0: from all", "0"),
+    "min_p": Meaning("least probability of a token, as a share of the highest one", "0"),
+    "repetition_penalty": Meaning("divides the positive logits of tokens of prompt and answer", "1"),
+    "min_tokens": Meaning("no end token and no stop text before this many tokens", "0"),
+    "stop_token_ids": Meaning("further end tokens", "[]"),
+    "ignore_eos": Meaning("the model's end tokens do not end the answer", "false"),
+    "include_stop_str_in_output": Meaning("the answer keeps the stop text that ended it", "false"),
+    "skip_special_tokens": Meaning("special tokens have no text", "`skip_special_tokens` of the repository"),
+    "bad_words": Meaning("texts whose last token is never sampled after the ones before it", "[]"),
+    "truncate_prompt_tokens": Meaning(
+        "keep this many last tokens of the prompt; -1: as many as the model takes; 0: all", "0"
+    ),
+    "add_special_tokens": Meaning(
+        "the tokenizer adds its special tokens to a text", "`add_special_tokens` of the repository"
+    ),
+    "priority": Meaning("order among waiting requests; smaller is sooner", "0"),
+    "timeout_s": Meaning("deadline in seconds, after which the request ends with 504", "none"),
+    "request_id": Meaning("name of the request in the log, and the header `x-request-id`", "a new one"),
+    # completions
+    "prompt": Meaning("a text, a list of texts, token ids, or a list of lists of token ids", _REQUIRED),
+    "CompletionRequest.logprobs": Meaning(
+        "log probabilities of the answer's tokens, and this many alternatives of each", "none"
+    ),
+    "echo": Meaning("the answer begins with its prompt, which `logprobs` then scores, too", "false"),
+    "best_of": Meaning(
+        "sample this many and return the `n` with the highest log probability per token; no stream", "`n`"
+    ),
+    # chats
+    "messages": Meaning("the chat so far", _REQUIRED),
+    "ChatRequest.max_tokens": Meaning("as `max_completion_tokens`", "the room that is left"),
+    "max_completion_tokens": Meaning("most tokens of an answer", "the room that is left"),
+    "ChatRequest.add_special_tokens": Meaning("the tokenizer adds its special tokens to the chat", "false"),
+    "ChatRequest.logprobs": Meaning("log probabilities of the answer's tokens", "false"),
+    "top_logprobs": Meaning("alternatives of each token; wants `logprobs`", "0"),
+    "add_generation_prompt": Meaning("the prompt ends with the beginning of an answer", "true"),
+    "chat_template_kwargs": Meaning("further variables of the template", "{}"),
+    "documents": Meaning("the template's variable `documents`", "none"),
+    "continue_final_message": Meaning("the answer continues the text of the last message", "false"),
+    "tools": Meaning("functions that the model may call, 128 at most", "[]"),
+    "tool_choice": Meaning('"none", "auto", "required", or a function that the answer has to call', '"auto"'),
+    "parallel_tool_calls": Meaning("an answer may have several calls", "true"),
+    # messages
+    "role": Meaning("system (or developer), user, assistant or tool; the template decides", _REQUIRED),
+    "content": Meaning("a text, or parts of the type `text`; null beside tool calls", "null"),
+    "name": Meaning("the template's variable `name` of the message", "none"),
+    "tool_calls": Meaning("the calls of an earlier answer, as they came", "[]"),
+    "tool_call_id": Meaning("of the role tool: the call whose result this is", "none"),
+    "reasoning_content": Meaning("the template's variable `reasoning_content` of the message", "none"),
+    "type": Meaning("`text`, or `refusal` in an earlier answer", _REQUIRED),
+    "text": Meaning("text of a part of type `text`", "none"),
+    # token ids
+    "token_ids": Meaning("the prompt", _REQUIRED),
+    "sampling_params": Meaning("the fields of a completion without its prompt", "{}"),
+    # texts and tokens
+    "TokenizeRequest.prompt": Meaning("a text; else `messages`", "none"),
+    "TokenizeRequest.messages": Meaning("a chat, rendered with the fields that chats have, too", "none"),
+    "TokenizeRequest.add_special_tokens": Meaning(
+        "the tokenizer adds its special tokens", "`add_special_tokens` of the repository; false for a chat"
+    ),
+    "return_token_strs": Meaning("the answer also has each token's text", "false"),
+    "tokens": Meaning("token ids", _REQUIRED),
+    "DetokenizeRequest.skip_special_tokens": Meaning("special tokens have no text", "false"),
+    # Colossal-Inference's routes
+    "GenerateFields.prompt": Meaning("a text", _REQUIRED),
+    "ColossalFields.stream": Meaning("JSON objects with a zero byte behind each; the text so far", "false"),
+    "max_new_tokens": Meaning("most tokens of an answer", "256"),
+    "ColossalFields.max_tokens": Meaning("as `max_new_tokens`, which it replaces", "256"),
+    "do_sample": Meaning("false: greedy, whatever the other fields say", "false"),
+    # adapters
+    "lora_name": Meaning("name that requests use as their `model`", _REQUIRED),
+    "lora_path": Meaning("a folder of the server in PEFT's layout, with safetensors", _REQUIRED),
+    "load_inplace": Meaning("replace an adapter of this name", "false"),
+}
+
+
+def meaning_of(struct: type[msgspec.Struct], field: str) -> Meaning | None:
+    """Return the meaning of a struct's field; None: the field is refused or has no effect."""
+    for kind in struct.__mro__:
+        if found := MEANINGS.get(f"{kind.__name__}.{field}"):
+            return found
+    return MEANINGS.get(field)
+
+
+def described(schema: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return a struct's JSON schema with its fields' meanings as descriptions."""
+    properties = dict(schema["properties"])
+    for name, value in properties.items():
+        if found := meaning_of(struct, name):
+            default = f" (default: {found.default})" if found.default not in ("", _REQUIRED) else ""
+            properties[name] = {**value, "description": found.text + default}
+    return {**schema, "properties": properties}
