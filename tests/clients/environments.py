@@ -7,6 +7,7 @@ not make in time is a reason in the table, never an exception.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -30,23 +31,35 @@ FASTERTRANSFORMER = (
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip installs. package: the distribution whose version the table shows. beside: those whose version
-    it shows in brackets. forced: distributions that are installed although their own requirements say
-    otherwise. limit_s: for pip."""
+    """What pip installs, or npm. package: the distribution whose version the table shows. beside: those whose
+    version it shows in brackets. forced: distributions that are installed although their own requirements say
+    otherwise. limit_s: for the installation."""
 
     package: str
     requirements: tuple[str, ...]
     limit_s: float = 600.0
     beside: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()
+    npm: bool = False
 
 
 ENVIRONMENTS = {
     "tritonclient": Environment("tritonclient", ("tritonclient[http,grpc]", "numpy<2")),
     "pytriton": Environment("nvidia-pytriton", ("nvidia-pytriton", "numpy<2")),
-    "genai-perf": Environment("genai-perf", ("genai-perf", CPU_TORCH), 900.0),
-    "aiperf": Environment("aiperf", ("aiperf",), 900.0),
-    "litellm": Environment("litellm", ("litellm",)),
+    "genai-perf": Environment("genai-perf", ("genai-perf==0.0.16", CPU_TORCH), 900.0),
+    "aiperf": Environment("aiperf", ("aiperf==0.13.0",), 900.0),
+    "litellm": Environment("litellm", ("litellm==1.110.2",)),
+    # clients of the OpenAI service
+    "openai": Environment("openai", ("openai==3.57.0",)),
+    "openai-npm": Environment("openai", ("openai@7.57.0",), npm=True),
+    "langchain-openai": Environment("langchain-openai", ("langchain-openai==1.7.4",), beside=("openai",)),
+    "llama-index-openai": Environment(
+        "llama-index-llms-openai-like", ("llama-index-llms-openai-like==0.8.1",), beside=("openai",)
+    ),
+    "instructor": Environment("instructor", ("instructor==1.17.0",), beside=("openai",)),
+    "pydantic-ai": Environment("pydantic-ai-slim", ("pydantic-ai-slim[openai]==2.68.0",), beside=("openai",)),
+    "lm-eval": Environment("lm-eval", ("lm-eval[api]==0.4.13",), 900.0),
+    "guidellm": Environment("guidellm", ("guidellm==0.8.1", CPU_TORCH), 900.0),
     "llama-index": Environment(
         "llama-index-llms-nvidia-triton",
         ("llama-index-llms-nvidia-triton",),
@@ -77,11 +90,13 @@ PERF_ANALYZER = "tritonclient==2.50.0"  # newer wheels hold a binary that needs 
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment that is there: its python and the package's version; or, in `failure`, why it is not."""
+    """An environment that is there: its python and the package's version; or, in `failure`, why it is not.
+    One of npm has a folder and no python."""
 
     python: Path | None = None
     version: str = ""
     failure: str = ""
+    folder: Path | None = None
 
     @property
     def bin(self) -> Path:
@@ -97,15 +112,25 @@ def install(name: str, cache: Path, refresh: bool = False) -> Installed:
     folder = cache / "environments" / f"{name}-{key}"
     if refresh or not (folder / _MARK).exists():
         shutil.rmtree(folder, ignore_errors=True)
-        failure = _create(folder, wanted)
+        failure = _create_npm(folder, wanted) if wanted.npm else _create(folder, wanted)
         if failure:
             shutil.rmtree(folder, ignore_errors=True)
             return Installed(failure=failure)
         (folder / _MARK).touch()
+    if wanted.npm:
+        content = json.loads((folder / "node_modules" / wanted.package / "package.json").read_text())
+        return Installed(version=content["version"], folder=folder)
     python = folder / "bin" / "python"
     versions = [_version(python, package) for package in (wanted.package, *wanted.beside)]
     others = ", ".join(map(" ".join, zip(wanted.beside, versions[1:])))
-    return Installed(python, f"{versions[0]} ({others})" if others else versions[0])
+    return Installed(python, f"{versions[0]} ({others})" if others else versions[0], folder=folder)
+
+
+def _create_npm(folder: Path, wanted: Environment) -> str:
+    """Why it could not be made; empty: it was."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--ignore-scripts", "--prefix"]
+    return _run([*command, str(folder), *wanted.requirements], time.monotonic() + wanted.limit_s)
 
 
 def _create(folder: Path, wanted: Environment) -> str:
@@ -123,7 +148,7 @@ def _run(command: list[str], deadline: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(left, 1.0))
     except subprocess.TimeoutExpired:
-        return "pip did not finish in time"
+        return f"{Path(command[0]).name} did not finish in time"
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
     if done.returncode == 0:
@@ -131,7 +156,9 @@ def _run(command: list[str], deadline: float) -> str:
     lines = [line.strip() for line in done.stderr.splitlines()]
     lines = [line for line in lines if line and not line.startswith("WARNING:")]
     errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or [f"pip ended with {done.returncode}"])[-1].removeprefix("ERROR: ")
+    return (errors or lines or [f"{Path(command[0]).name} ended with {done.returncode}"])[-1].removeprefix(
+        "ERROR: "
+    )
 
 
 def _version(python: Path, package: str) -> str:

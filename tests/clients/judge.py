@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.clients.programs import Program
+from tests.clients.program import Program
 
 PROMPT_FIRST = "the answer begins with the prompt"
 LOSES_LAST = "loses the last token of an answer by itself"
@@ -16,11 +16,13 @@ _TELLING = r"(?i)error|fail|refus|unexpected|expects|not support"
 
 @dataclass(frozen=True)
 class Expected:
-    """The server's greedy answer to `prompt`, and the best of two beams, requested without any client."""
+    """The server's greedy answer to `prompt`, the best of two beams, and the answer to a chat of `prompt`,
+    requested from Triton without any client."""
 
     prompt: str
     answer: str
     beams: str = ""
+    chat: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ def judge(program: Program, status: int | None, output: str, expected: Expected)
         return Verdict(False, reason(output) or f"exit code {status}")
     if program.shows and not re.search(_pattern(program.shows, expected), output):
         return Verdict(False, f"ends without an error and without {program.shows!r} in its output")
-    return _answer(output, expected) if program.answers else Verdict(True)
+    if not program.answers:
+        return Verdict(True)
+    return _answer(output, replace(expected, answer=expected.chat) if program.is_chat else expected)
 
 
 def _pattern(shows: str, expected: Expected) -> str:

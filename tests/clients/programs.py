@@ -1,57 +1,23 @@
-"""The public programs that `make clients` runs, and how: an entry is a row of docs/guides/clients.md.
-
-Words in braces are filled in by run.py: {python} and {bin} of the program's environment, {http} and {grpc} of
-the server, {tokenizer} and {work} (folders), {data} and {scripts} (of this folder), {requests} (shipped
-request files), {perf_analyzer}, {source} (the program's file), {model}, {prompt} and {tokens}.
-"""
+"""The public programs that `make clients` runs, and how: an entry is a row of docs/guides/clients.md."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-VLLM, LLMAPI = "vllm_model", "tensorrt_llm"
-BLS, PLAIN, UNBATCHED = "tensorrt_llm_bls", "tensorrt_llm_bls_plain", "tensorrt_llm_bls_unbatched"
-FT, FT_STREAM = "fastertransformer", "fastertransformer_streaming"
+from tests.clients.openai_programs import OPENAI_PROGRAMS
+from tests.clients.program import (
+    BLS,
+    FT,
+    FT_STREAM,
+    LLMAPI,
+    PLAIN,
+    UNBATCHED,
+    VLLM,
+    Program,
+    calls,
+)
 
-
-@dataclass(frozen=True)
-class Program:
-    """One way to use one public program.
-
-    environment: a key of ENVIRONMENTS; empty: of the machine. answers: it prints the line ANSWER and its
-    text, which must be the server's. shows: a regular expression that its output must hold; never: one that
-    it must not. options: of build-repo, needed where the default repository does not do. source: a file of
-    a source checkout (--sources); without it the requests `recorded`, pairs of client and model, are sent in
-    its place. why: what stands between, for a program that is not expected to work. flag: what the command
-    has that the program's own documentation has not.
-    """
-
-    name: str
-    use: str
-    command: tuple[str, ...] = ()
-    environment: str = ""
-    model: str = BLS
-    answers: bool = False
-    shows: str = ""
-    never: str = ""
-    options: tuple[str, ...] = ()
-    source: str = ""
-    recorded: tuple[tuple[str, str], ...] = ()
-    why: str = ""
-    flag: str = ""
-    limit_s: float = 90.0
-
-
-def _calls(name: str, script: str, environment: str, ways: dict[str, str], **common: object) -> list[Program]:
-    """Programs of one script of ours that calls a library: way -> model."""
-    command = ("{python}", "{scripts}/" + script, "{http}", "{grpc}", "{model}", "{prompt}", "{tokens}")
-    return [
-        Program(name, f"`{way}`", (*command, way), environment, model, answers=True, **common)
-        for way, model in ways.items()
-    ]
-
-
-TRITONCLIENT = _calls(
+TRITONCLIENT = calls(
     "tritonclient",
     "tritonclient_calls.py",
     "tritonclient",
@@ -66,7 +32,7 @@ TRITONCLIENT = _calls(
         "grpc.aio.stream_infer": BLS,
     },
 )
-PYTRITON = _calls(
+PYTRITON = calls(
     "pytriton's clients",
     "pytriton_calls.py",
     "pytriton",
@@ -80,20 +46,20 @@ PYTRITON = _calls(
     },
 )
 LIBRARIES = [
-    *_calls("LiteLLM", "litellm_calls.py", "litellm", {"completion": BLS, "stream": BLS}),
-    *_calls("LiteLLM", "litellm_calls.py", "litellm", {"infer": UNBATCHED}, options=("--unbatched-text",)),
-    *_calls(
+    *calls("LiteLLM", "litellm_calls.py", "litellm", {"completion": BLS, "stream": BLS}),
+    *calls("LiteLLM", "litellm_calls.py", "litellm", {"infer": UNBATCHED}, options=("--unbatched-text",)),
+    *calls(
         "LlamaIndex NvidiaTriton",
         "llama_index_calls.py",
         "llama-index",
         {"complete": BLS, "stream_complete": BLS},
     ),
     replace(  # it writes the messages into a prompt of its own, so that the answer is another
-        *_calls("LlamaIndex NvidiaTriton", "llama_index_calls.py", "llama-index", {"chat": BLS}),
+        *calls("LlamaIndex NvidiaTriton", "llama_index_calls.py", "llama-index", {"chat": BLS}),
         answers=False,
         shows=r'ANSWER "[^"]',
     ),
-    *_calls(
+    *calls(
         "LangChain TritonTensorRTLLM",
         "langchain_calls.py",
         "langchain",
@@ -103,7 +69,7 @@ LIBRARIES = [
         flag="`langchain-core<0.3`",
     ),
     replace(
-        *_calls("LangChain TritonTensorRTLLM", "langchain_calls.py", "langchain-newest", {"invoke": BLS}),
+        *calls("LangChain TritonTensorRTLLM", "langchain_calls.py", "langchain-newest", {"invoke": BLS}),
         use="`invoke`, newest LangChain",
     ),
 ]
@@ -212,12 +178,6 @@ GENAI_PERF = [
         options=_VLLM,
     ),
     _genai("`--backend vllm`", f"{VLLM}_plain", "--backend", "vllm", "-u", "{grpc}", options=_VLLM),
-    _genai(
-        "`--endpoint-type chat --streaming`",
-        BLS,
-        *("--endpoint-type", "chat", "--streaming", "-u", "{http}"),
-        why="`/v1/chat/completions` is not served yet",
-    ),
 ]
 
 
@@ -254,7 +214,6 @@ AIPERF = [
         *(*_TEMPLATE, *_FIELD, "/v2/models/{model}/generate_stream", "--streaming"),
     ),
     _aiperf("`template`, `/generate`", *_TEMPLATE, *_FIELD, "/v2/models/{model}/generate"),
-    _aiperf("`chat`", "--endpoint-type", "chat", why="`/v1/chat/completions` is not served yet"),
 ]
 
 
@@ -598,4 +557,5 @@ PROGRAMS = [
     *FASTERTRANSFORMER,
     *TENSORRT_LLM,
     *OTHERS,
+    *OPENAI_PROGRAMS,
 ]

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,11 +27,14 @@ from pathlib import Path
 from tests.clients import environments, table
 from tests.clients.environments import Installed
 from tests.clients.judge import PROMPT_FIRST, Expected, Verdict, judge, shorten
-from tests.clients.programs import BLS, PROGRAMS, Program
+from tests.clients.openai_service import chat_prompt, lambada_accuracy, tools_service, wait_ready
+from tests.clients.program import BLS, Program
+from tests.clients.programs import PROGRAMS
 from tests.clients.replay import recorded, refusal
 from tests.integration.clients import post
 from tridecode.tools.build_repo.checkpoint_digest import checkpoint_digest, converter_digest
 from tridecode.tools.demo import packaged_model
+from tridecode.tools.serve.ports import free_ports
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,7 @@ class Setting:
     sources: Path
     model: str
     refresh: bool = False
+    lambada: Path = CLIENTS / "data" / "lambada_test.jsonl"
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,24 @@ class Attempt:
 
 
 class Runner:
-    """Runs programs against one server."""
+    """Runs programs against one server, which has an OpenAI service at openai_port."""
 
-    def __init__(self, setting: Setting, repository: Path, server: ServerProcess, expected: Expected) -> None:
+    def __init__(
+        self, setting: Setting, repository: Path, server: ServerProcess, openai_port: int, expected: Expected
+    ) -> None:
         self._setting = setting
         self._repository = repository
         self._server = server
+        self._front = f"127.0.0.1:{openai_port}"
         self._expected = expected
+        self._running = ExitStack()
+        self._tools = self._lambada = self._served_name = ""
         self._requests = recorded()
         self._installed: dict[str, Installed] = {}
+
+    def close(self) -> None:
+        """Stop what runs beside the server."""
+        self._running.close()
 
     def attempt(self, program: Program) -> Attempt:
         source = self._source(program)
@@ -116,12 +129,32 @@ class Runner:
             version = _own_version(program.command[0])
         work = self._setting.cache / "work" / hashlib.sha256(repr(program).encode()).hexdigest()[:12]
         work.mkdir(parents=True, exist_ok=True)
+        try:
+            self._prepare(program, work)
+        except RuntimeError as error:
+            return Attempt(program, version, Verdict(False, shorten(str(error))))
         command = [self._fill(word, program, installed, source, work, perf) for word in program.command]
         paths = _import_paths(source, self._checkout(program)) if source else []
         env = _environment(installed, paths, work, perf)
         status, output = _bounded(command, work, env, program.limit_s)
         (work / "output.txt").write_text(" ".join(command) + "\n" + output)
         return Attempt(program, version, judge(program, status, output, self._expected))
+
+    def _prepare(self, program: Program, work: Path) -> None:
+        """Start or measure what the program's command names. Raises RuntimeError."""
+        if program.route and not self._served_name:
+            self._served_name = wait_ready(f"http://{self._front}/v1")
+        if program.uses("tools") and not self._tools:
+            log, template = self._setting.cache / "front.log", CLIENTS / "data" / "tools.jinja"
+            started = tools_service(self._repository, template, free_ports(1)[0], log)
+            self._tools = self._running.enter_context(started)
+        if program.uses("lambada") and not self._lambada:
+            file, tokenizer = self._setting.lambada, self._tokenizer
+            self._lambada = f"{lambada_accuracy(self._server.grpc_url, file, tokenizer, work):.4f}"
+
+    @property
+    def _tokenizer(self) -> Path:
+        return self._repository / "preprocessing" / "1" / "tokenizer"
 
     def _install(self, name: str) -> Installed:
         if name not in self._installed:
@@ -144,7 +177,13 @@ class Runner:
             "http": self._server.http_url,
             "grpc": self._server.grpc_url,
             "grpc_port": self._server.grpc_port,
-            "tokenizer": self._repository / "preprocessing" / "1" / "tokenizer",
+            "openai": f"http://{self._front}/v1",
+            "front": self._front,
+            "tools": self._tools,
+            "lambada": self._lambada,
+            "lambada_file": self._setting.lambada,
+            "tokenizer": self._tokenizer,
+            "folder": installed.folder,
             "work": work,
             "data": CLIENTS / "data",
             "scripts": CLIENTS / "scripts",
@@ -153,7 +192,7 @@ class Runner:
             "source": source,
             "prompt": self._expected.prompt,
             "tokens": TOKENS,
-            "model": program.model,
+            "model": self._served_name if program.route else program.model,
         }
         return word.format(**places)
 
@@ -261,7 +300,8 @@ def serving(setting: Setting, options: tuple[str, ...]) -> Iterator[Runner]:
     """A server with the repository of `options`, and what it answers to the prompt."""
     repository = repository_of(setting, options)
     log = setting.cache / "serve.log"
-    with running_server(repository, 600.0, log_file=log) as server:
+    (port,) = free_ports(1)
+    with running_server(repository, 600.0, log_file=log, options=("--openai-port", str(port))) as server:
         body = {"text_input": PROMPT, "max_tokens": TOKENS, "exclude_input_in_output": True}
         status, answer = post(server.http_url, f"{BLS}/generate", body)
         if status == 404:  # a repository whose text model has the other name
@@ -273,7 +313,23 @@ def serving(setting: Setting, options: tuple[str, ...]) -> Iterator[Runner]:
         found = json.loads(answer).get("text_output", "")
         beams = found if isinstance(found, str) else found[0]  # a model with one response sends them all
         print(f"== build-repo {' '.join(options) or 'without options'}: {PROMPT!r} -> {text!r}", flush=True)
-        yield Runner(setting, repository, server, Expected(PROMPT, text, beams))
+        expected = Expected(PROMPT, text, beams, _chat_answer(server, repository))
+        runner = Runner(setting, repository, server, port, expected)
+        try:
+            yield runner
+        finally:
+            runner.close()
+
+
+def _chat_answer(server: ServerProcess, repository: Path) -> str:
+    """Triton's answer to the prompt as a chat; "": the checkpoint has no template."""
+    try:
+        prompt = chat_prompt(repository / "preprocessing" / "1" / "tokenizer", PROMPT)
+    except (OSError, ValueError):
+        return ""
+    body = {"text_input": prompt, "max_tokens": TOKENS, "exclude_input_in_output": True}
+    status, answer = post(server.http_url, f"{BLS}/generate", {**body, "add_special_tokens": False})
+    return json.loads(answer)["text_output"] if status == 200 else ""
 
 
 def run_all(programs: list[Program], setting: Setting) -> list[table.Row]:
@@ -313,7 +369,7 @@ def row_of(first: Attempt, second: tuple[tuple[str, ...], Attempt] | None) -> ta
     verdict = _verdict(first, second)
     how = program.use + (table.REPLAYED if first.replayed else "")
     version = first.version or ("" if program.command else program.flag)
-    return table.Row(program.name, version, how, program.model, verdict)
+    return table.Row(program.name, version, how, program.route or program.model, verdict)
 
 
 def _verdict(first: Attempt, second: tuple[tuple[str, ...], Attempt] | None) -> str:
@@ -337,6 +393,12 @@ def _verdict(first: Attempt, second: tuple[tuple[str, ...], Attempt] | None) -> 
     return f"does not: {program.why or note}"
 
 
+def unexpected(programs: list[Program], rows: list[table.Row]) -> list[Program]:
+    """The programs that do not work, and for which no reason is known. rows: one of each."""
+    pairs = zip(programs, rows)
+    return [program for program, row in pairs if not (row.verdict.startswith("works") or program.why)]
+
+
 def summary(rows: list[table.Row]) -> str:
     plain = sum(row.verdict.startswith("works") and " with " not in row.verdict for row in rows)
     flags = sum(row.verdict.startswith("works") for row in rows) - plain
@@ -353,14 +415,19 @@ def main() -> int:
     parser.add_argument("--model", default="", help="default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--sources", type=Path, default=CACHE / "sources", help="checkouts of programs")
     parser.add_argument("--refresh", action="store_true", help="install the newest versions again")
+    parser.add_argument("--lambada", type=Path, help="lambada_test.jsonl; default: three sentences of ours")
     options = parser.parse_args()
     setting = Setting(
         CACHE, options.sources.resolve(), options.model or str(packaged_model()), options.refresh
     )
+    if options.lambada:
+        setting = replace(setting, lambada=options.lambada.resolve())
     wanted = re.compile(options.only, re.IGNORECASE)
-    chosen = [program for program in PROGRAMS if wanted.search(f"{program.name} {program.use}")]
+    chosen = [
+        program for program in PROGRAMS if wanted.search(f"{program.name} {program.use} {program.route}")
+    ]
     started = time.monotonic()
-    rows = run_all(chosen, setting)
+    rows = ran = run_all(chosen, setting)
     for row in rows:
         print(" | ".join((row.program, row.version, row.how, row.model, row.verdict)))
     print(f"{summary(rows)} {time.monotonic() - started:.0f} s")
@@ -371,7 +438,10 @@ def main() -> int:
     made = f"`make clients` of {now}, {Path(setting.model).stem}, Python {platform.python_version()}"
     table.write(file, rows, f"{made}. {summary(rows)}")
     print(f"written to {file.relative_to(ROOT)}; the output of the programs is in {CACHE / 'work'}")
-    return 0
+    failed = unexpected(chosen, ran)
+    for program in failed:
+        print(f"not expected to fail: {program.name}, {program.use}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 BEGIN, END = "<!-- make clients: begin -->", "<!-- make clients: end -->"
 REPLAYED = ", its request replayed"  # in place of a program that is not installed
-HEADER = ("program", "version", "how", "model", "verdict")
+HEADER = ("program", "version", "how", "model or route", "verdict")
 
 
 @dataclass(frozen=True)

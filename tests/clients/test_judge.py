@@ -10,7 +10,7 @@ import pytest
 from tests.clients import environments, run
 from tests.clients.environments import Environment
 from tests.clients.judge import LOSES_LAST, PROMPT_FIRST, Expected, Verdict, judge, reason
-from tests.clients.programs import Program
+from tests.clients.program import Program
 
 EXPECTED = Expected("The capital of France is", " Paris, a city of")
 ANSWERS = Program("a client", "a way", answers=True)

@@ -8,7 +8,8 @@ import pytest
 
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tests.clients import run
-from tests.clients.programs import HTTP, Program
+from tests.clients.program import Program
+from tests.clients.programs import HTTP
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.nightly]
 

@@ -42,7 +42,10 @@ def chat_stream() -> str:
     """The client's own accumulation of a stream."""
     with client.chat.completions.stream(messages=MESSAGES, **WANTED) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion().choices[0]
+        try:
+            final = stream.get_final_completion().choices[0]
+        except openai.LengthFinishReasonError as error:  # the client's word for an answer of max_tokens
+            final = error.completion.choices[0]
     assert final.finish_reason == "length" and "".join(deltas) == final.message.content
     return final.message.content
 
