@@ -29,7 +29,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test nightly soak fuzz test-gpu lint format typecheck kernels bench clients install slurm clean distclean
+.PHONY: help demo test nightly soak fuzz test-gpu lint format typecheck kernels bench clients front-pythons install slurm clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,8 +86,11 @@ kernels: $(READY) ## compile the CUDA kernels with nvcc; ARCH=90, native or all
 bench: $(READY) $(if $(GPU),kernels) ## the overhead of the server over the engine alone; BENCH=
 	@$(BIN)/tridecode bench $(BENCH)
 
-clients: $(READY) ## public clients against the real server, into docs/guides/clients.md; ARGS="--only genai-perf"
+clients: $(READY) ## public clients of Triton's models and OpenAI's API, into docs/guides/clients.md; ARGS="--only genai-perf"
 	@$(BIN)/python -m tests.clients.run $(ARGS)
+
+front-pythons: $(READY) ## the OpenAI service's tests on Python 3.10 with its oldest dependencies, and on 3.12 with its newest
+	@$(BIN)/python -m tests.clients.front_pythons
 
 install: $(READY) ## create .venv with everything that runs and tests the project
 

@@ -23,6 +23,8 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if add_generation_prompt %} [assistant]{% endif %}"""
 
 
+#: the interpreter of the front, which may have less installed than that of the tests
+PYTHON = os.environ.get("TRIDECODE_TEST_FRONT_PYTHON", sys.executable)
 ENVIRONMENT = {"TRIDECODE_ENGINE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
 
@@ -55,7 +57,7 @@ class Front:
         self.log = log
         self._file = log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tridecode.backend.front", str(repository), "--port", "0", *options],
+            [PYTHON, "-m", "tridecode.backend.front", str(repository), "--port", "0", *options],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file,
             env={**os.environ, **ENVIRONMENT, **environment},
         )  # fmt: skip
