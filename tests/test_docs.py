@@ -42,7 +42,7 @@ RUN = (
 )
 #: commands that are not run here, and why
 LISTED = {
-    r"make (demo|test|nightly|test-gpu|clients|soak|fuzz|kernels|bench|install)\b":
+    r"make (demo|test|nightly|test-gpu|clients|front-pythons|soak|fuzz|kernels|bench|install)\b":
         "installs, or takes minutes",
     OURS + "serve ": "the server of this test runs so, on free ports",
     r"tridecode front ": "serves on a fixed port: tests/backend/front runs it on a free one",
@@ -71,6 +71,7 @@ LISTED = {
     r"perf_analyzer=|load=|stream=|\$perf_analyzer ": "perf_analyzer: `make clients` runs it",
     r"genai-perf profile ": "genai-perf: `make clients` runs it",
     r"aiperf profile ": "AIPerf: `make clients` runs it",
+    r"lm_eval |guidellm run ": "a client of the OpenAI service: `make clients` runs it",
     r"python -m tests\.": "takes minutes",
     r"curl .*tridecode-control": "needs the key of one run",
     r"curl localhost:8002/metrics": "tests/backend/doors/test_real_metrics.py reads the page",

@@ -58,7 +58,7 @@ ENVIRONMENTS = {
     ),
     "instructor": Environment("instructor", ("instructor==1.17.0",), beside=("openai",)),
     "pydantic-ai": Environment("pydantic-ai-slim", ("pydantic-ai-slim[openai]==2.68.0",), beside=("openai",)),
-    "lm-eval": Environment("lm-eval", ("lm-eval[api]==0.4.13",), 900.0),
+    "lm-eval": Environment("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), 900.0),
     "guidellm": Environment("guidellm", ("guidellm==0.8.1", CPU_TORCH), 900.0),
     "llama-index": Environment(
         "llama-index-llms-nvidia-triton",
@@ -130,20 +130,20 @@ def _create_npm(folder: Path, wanted: Environment) -> str:
     """Why it could not be made; empty: it was."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--ignore-scripts", "--prefix"]
-    return _run([*command, str(folder), *wanted.requirements], time.monotonic() + wanted.limit_s)
+    return run_bounded([*command, str(folder), *wanted.requirements], time.monotonic() + wanted.limit_s)
 
 
 def _create(folder: Path, wanted: Environment) -> str:
     """Why it could not be made; empty: it was."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wanted.limit_s
-    failure = _run([sys.executable, "-m", "venv", str(folder)], deadline)
+    failure = run_bounded([sys.executable, "-m", "venv", str(folder)], deadline)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    failure = failure or _run([*pip, *wanted.requirements], deadline)
-    return failure or (_run([*pip, "--no-deps", *wanted.forced], deadline) if wanted.forced else "")
+    failure = failure or run_bounded([*pip, *wanted.requirements], deadline)
+    return failure or (run_bounded([*pip, "--no-deps", *wanted.forced], deadline) if wanted.forced else "")
 
 
-def _run(command: list[str], deadline: float) -> str:
+def run_bounded(command: list[str], deadline: float) -> str:
     left = deadline - time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(left, 1.0))
@@ -179,7 +179,7 @@ def perf_analyzer(cache: Path) -> tuple[Path | None, str]:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--platform", "manylinux1_x86_64", "--dest", str(folder), PERF_ANALYZER]
-    failure = _run(command, time.monotonic() + 300.0)
+    failure = run_bounded(command, time.monotonic() + 300.0)
     if failure:
         return None, failure
     (wheel,) = folder.glob("tritonclient-*.whl")

@@ -87,7 +87,7 @@ _MEASURED = [
         ),
         "genai-perf",
         route=route,
-        shows=r"Request (Count|Latency)",
+        shows=r"Request Count\D+6\.00",
         never="Traceback|ERROR",
         limit_s=240.0,
     )
@@ -130,20 +130,25 @@ _MEASURED = [
 GUIDELLM = [
     Program(
         "guidellm",
-        f"`benchmark`, {kind}",
+        f"`run`, {route}",
         (
-            *("{bin}/guidellm", "benchmark", "run", "--target", "http://{front}", "--model", "{model}"),
-            *("--request-type", kind, "--profile", "synchronous", "--max-requests", "4"),
-            *("--data", "prompt_tokens=20,output_tokens=16", "--processor", "{tokenizer}"),
-            *("--output-path", "{work}/report.json"),
+            *("{bin}/guidellm", "run", "--profile", "kind=synchronous", "--disable-progress"),
+            *(
+                "--backend",
+                f"kind=openai_http,target=http://{{front}},model={{model}},request_format={route}",
+            ),
+            *("--constraint", "kind=max_requests,count=4"),
+            *("--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=16"),
+            *("--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
+            *("--output", "kind=console", "--output", "kind=json,path={work}/report.json"),
         ),
         "guidellm",
         route=route,
-        shows="(?i)completed",
+        shows=r"\| 4 +\| 0 +\| 0 +\|",  # completed, incomplete, failed
         never="Traceback",
         limit_s=240.0,
     )
-    for kind, route in (("chat_completions", CHAT), ("text_completions", COMPLETIONS))
+    for route in (CHAT, COMPLETIONS)
 ]
 LM_EVAL = [
     Program(

@@ -71,6 +71,7 @@ LIBRARIES = [
     replace(
         *calls("LangChain TritonTensorRTLLM", "langchain_calls.py", "langchain-newest", {"invoke": BLS}),
         use="`invoke`, newest LangChain",
+        why="ModuleNotFoundError: No module named 'langchain_core.pydantic_v1'",
     ),
 ]
 

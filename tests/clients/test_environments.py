@@ -31,7 +31,7 @@ def test_an_environment_tells_the_versions_beside_its_package(tmp_path, monkeypa
             (Path(command[3]) / "bin" / "python").symlink_to(sys.executable)
         return ""
 
-    monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(environments, "run_bounded", run)
     monkeypatch.setattr(environments, "_version", lambda python, package: f"1.{len(package)}")
     wanted = Environment("ab", ("ab>0",), beside=("abc", "abcd"), forced=("x==1",))
     monkeypatch.setitem(ENVIRONMENTS, "ab", wanted)
