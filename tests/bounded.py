@@ -34,7 +34,7 @@ class Outcome:
 
 
 def bounded(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """What function(*arguments) costs. Both must be picklable; what it returns is dropped."""
+    """Measure the cost of function(*arguments). Both must be picklable; the return value is dropped."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     receiver, sender = context.Pipe(duplex=False)

@@ -44,8 +44,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether the item is of another part, which pytest collects if the command line names its file, or of
-    the other side of --nightly."""
+    """Return whether the item belongs to another part (pytest collects it if the command line names its
+    file), or to the other side of --nightly."""
     nightly = config.getoption("--nightly")
     return is_of_another_part(item.path, config) or (
         bool(nightly) and (item.get_closest_marker("nightly") is not None) != (nightly == "only")

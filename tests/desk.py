@@ -46,7 +46,8 @@ class Desk:
 
 
 def shell(text: str, folder: Path) -> str:
-    """What bash prints for `text` in `folder`; an exit code other than 0 is a failure with both outputs."""
+    """Run `text` with bash in `folder` and return its output. Fails with both outputs on a nonzero exit
+    code."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],

@@ -73,8 +73,8 @@ def toy_log_prob(token: int) -> float:
 
 
 def toy_beam_steps(params: m.SamplingParams) -> list[m.BeamStep]:
-    """What the toy engine says of a beam search: max_tokens steps whose parents change places; in the last
-    one the best beam has ended before."""
+    """Return the toy engine's beam search: max_tokens steps in which parents swap places; the best beam ends
+    before the last step."""
     width, count = params.beam_width, params.max_tokens
     steps = []
     for step in range(count):

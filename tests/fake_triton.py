@@ -212,7 +212,7 @@ class Logger:
 
 
 class Metric:
-    """As in Triton 2.51, each kind refuses the operations of the others."""
+    """A metric; as in Triton 2.51, each kind refuses the operations of the others."""
 
     def __init__(self, kind: int, labels: dict[str, str], bounds: list[float]):
         self._kind, self.labels, self.number = kind, labels, 0.0

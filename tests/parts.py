@@ -1,15 +1,15 @@
-"""`python -m tests.parts [arguments of pytest]`: the suite in two parts, with one closing line for both.
+"""Runs the suite in two parts with one closing line: `python -m tests.parts [arguments of pytest]`.
 
-The first part, `parallel`, computes: pytest-xdist runs a file at a time on each processor. The second,
-`timed`, has the tests whose limits are seconds of a real server, or whose subject is a process that is killed
-or stopped; TIMED names them. They mostly wait: LANES processes run them, of which one loads the machine, and
-the first part runs beside them at a low priority, which leaves them the processors whenever they need one.
+The first part, `parallel`, computes: pytest-xdist runs one file at a time on each processor. The second,
+`timed`, has the tests with time limits for a real server, and those that kill or stop processes; TIMED names
+them. These tests mostly wait. LANES processes run them; one of these loads the machine. The first part
+runs at the same time with a low priority, so that the second gets a processor whenever it needs one.
 
-`--nightly` runs what `make test` leaves out: tests marked `nightly`, here or by thinning.py.
+`--nightly` runs the tests that `make test` omits: those marked `nightly`, here or by thinning.py.
 
-Failures run a second time after both parts, with nothing beside them, where a part has AGAIN of them or
-fewer: the limits of a few tests are seconds of a machine that others may use. What passes then is named in
-the output, counts as passed, and is a "rerun" of the closing line; what fails twice has failed.
+If a part has at most AGAIN failures, they run again alone after both parts, because other load on the machine
+can exceed the limits of a few tests. A test that then passes is named in the output, counts as passed, and as
+a "rerun" in the closing line. A test that fails twice has failed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SINGLE = (
     "backend/supervisor/test_supervisor.py",
     "integration/test_supervision.py",
 )
-AGAIN = 3  # more failures than that are no accident
+AGAIN = 3  # more failures are not a coincidence
 MAX_WORKERS = 8  # each has torch and transformers in memory: 1 GB
-NICE = 10  # a process of the timed part gets nine times the share of one of the other part
-LANES = 3  # processes of the timed part, of which one computes (LOADED) and the others mostly wait
+NICE = 10  # a process of the timed part gets nine times the CPU share of one in the other part
+LANES = 3  # processes of the timed part: one computes (LOADED), the others mostly wait
 
 Closing = tuple[dict[str, int], float]  # counts and seconds of a closing line
 

@@ -1,5 +1,5 @@
-"""Adapters of prompt learning over the tiny checkpoints, made, saved and run by the real `peft`, and what
-transformers says of embeddings in place of tokens."""
+"""Prompt-learning adapters of the tiny checkpoints, made, saved and run by the real `peft`, and
+transformers' answers to embeddings instead of tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def greedy_peft(model: PeftModel, prompt: list[int], new_tokens: int) -> tuple[l
 def greedy_embedded(
     model: PreTrainedModel, prompt: list[int], table: torch.Tensor, vocab_size: int, new_tokens: int
 ) -> tuple[list[int], np.ndarray]:
-    """As greedy_peft, of transformers' model over inputs_embeds: the id vocab_size + i is row i of table."""
+    """Like greedy_peft, with inputs_embeds of transformers' model: id vocab_size + i is row i of table."""
     embedding, ids, logits = model.get_input_embeddings(), list(prompt), []
     for _ in range(new_tokens):
         found = torch.tensor(ids)
@@ -79,7 +79,7 @@ def prefix_table(model: PeftModel) -> torch.Tensor:
 def greedy_prefixed(
     model: PreTrainedModel, prompt: list[int], table: torch.Tensor, new_tokens: int
 ) -> tuple[list[int], np.ndarray]:
-    """As greedy_peft, of transformers' model whose cache begins with table (length, layers, 2, K, D)."""
+    """Like greedy_peft, with a cache that begins with table (length, layers, 2, K, D)."""
     ids, logits = list(prompt), []
     for _ in range(new_tokens):
         cache = DynamicCache(config=model.config)

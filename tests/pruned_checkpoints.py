@@ -42,7 +42,7 @@ def unpruned(family: str, **overrides) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a layer loses: numbers of heads, and of the MLP's columns."""
+    """Heads and MLP columns that are removed from a layer."""
 
     heads: tuple[int, ...] = ()
     neurons: tuple[int, ...] = ()

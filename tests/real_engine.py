@@ -48,7 +48,7 @@ class RealEngine:
         return m.EngineBeat(self.epoch, 0, self._status.steps, 0.0)
 
     def idle(self, timeout_s: float = 5.0) -> bool:
-        """Whether all requests end within the time."""
+        """Return whether all requests end within the time."""
         deadline = time.monotonic() + timeout_s
         while self.scheduler.has_work and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -38,7 +38,7 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def by_text(parameters: Mapping[str, object]) -> Case:
-    """Replace values, not all of which have a hash, by their text."""
+    """Replace values by their text, because some have no hash."""
     return {name: repr(value) for name, value in parameters.items()}
 
 

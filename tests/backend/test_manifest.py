@@ -26,7 +26,7 @@ FILE = LAYER.format(0, 1)
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
-    """Of two ranks, with an embedding of 3 MiB."""
+    """Convert a model for two ranks, with an embedding of 3 MiB."""
     folder = tmp_path_factory.mktemp("manifest")
     save(tiny_llama(vocab_size=16384), folder / "hf", tokenizer=False)
     plan_conversion(open_checkpoint(folder / "hf"), "fp32", "tiny").write(folder / "w", 2)
@@ -94,7 +94,7 @@ def test_swapped_files_are_named_with_both_checksums(weights):
 
 
 def sampled(data: bytes) -> str:
-    """By the words of docs/design/weight_files.md."""
+    """Return the sampled digest as described in docs/design/weight_files.md."""
     parts = [data[start : start + 4096] for start in range(0, len(data), 1 << 20)]
     return hashlib.sha256(b"".join([*parts, data[-4096:], len(data).to_bytes(8, "little")])).hexdigest()
 

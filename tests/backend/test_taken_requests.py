@@ -21,7 +21,7 @@ def taken() -> TakenRequests:
 
 
 def count(taken: TakenRequests) -> int:
-    """As stored in the memory, not as the object knows it."""
+    """Return the count stored in shared memory, not the object's own."""
     return taken_requests._LAYOUT.unpack_from(taken._memory, 0)[1]
 
 

@@ -31,9 +31,9 @@ FASTERTRANSFORMER = (
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip installs, or npm. package: the distribution whose version the table shows. beside: those whose
-    version it shows in brackets. forced: distributions that are installed although their own requirements say
-    otherwise. limit_s: for the installation."""
+    """Packages that pip or npm installs. package: the distribution whose version the table shows. beside:
+    those whose version it shows in brackets. forced: distributions that are installed although their own
+    requirements say otherwise. limit_s: for the installation."""
 
     package: str
     requirements: tuple[str, ...]
@@ -134,7 +134,7 @@ def _create_npm(folder: Path, wanted: Environment) -> str:
 
 
 def _create(folder: Path, wanted: Environment) -> str:
-    """Why it could not be made; empty: it was."""
+    """Create the environment. Return why that failed; "" on success."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wanted.limit_s
     failure = run_bounded([sys.executable, "-m", "venv", str(folder)], deadline)

@@ -1,4 +1,4 @@
-"""What a program's run says: it works, with which reservation, or why not."""
+"""Judges a program's run: it works, works with a reservation, or does not work for a reason."""
 
 from __future__ import annotations
 

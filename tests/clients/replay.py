@@ -72,7 +72,7 @@ def responses(url: str, entry: dict) -> Iterator[kserve.ModelInferResponse]:
 
 
 def refusal(url: str, entry: dict) -> str:
-    """Why the server does not serve a kept request, as its client understands it; empty: it does."""
+    """Send a recorded request. Return why its client would see a failure; "" if it would not."""
     rows = next((tensor["shape"][0] for tensor in entry["inputs"]), 1)
     texts: list[int] = []
     try:

@@ -48,7 +48,7 @@ NOWHERE = "http://127.0.0.1:9"  # a proxy that does not exist: only loopback can
 
 @dataclass(frozen=True)
 class Setting:
-    """What all programs of a run share."""
+    """State shared by all programs of a run."""
 
     cache: Path
     sources: Path
@@ -213,7 +213,7 @@ def _own_version(program: str) -> str:
 
 
 def _environment(installed: Installed, paths: list[Path], work: Path, perf: Path | None) -> dict[str, str]:
-    """Of a program: nothing of ours on its path, a home of its own, no way out of this machine."""
+    """Return a program's environment: our modules not on its path, its own home, no network access."""
     folders = [str(path) for path in (perf and perf.parent, installed.python and installed.bin) if path]
     known = {
         "PATH": os.pathsep.join([*folders, "/usr/local/bin", "/usr/bin", "/bin"]),
@@ -234,7 +234,7 @@ def _environment(installed: Installed, paths: list[Path], work: Path, perf: Path
 
 
 def _import_paths(source: Path, root: Path) -> list[Path]:
-    """What programs of a checkout import from: its root, src, and the folder above the program's."""
+    """Return the import paths of a checkout's program: root, src, and the parent of its folder."""
     return [root, root / "src", source.parent.parent]
 
 

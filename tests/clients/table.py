@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BEGIN, END = "<!-- make clients: begin -->", "<!-- make clients: end -->"
-REPLAYED = ", its request replayed"  # in place of a program that is not installed
+REPLAYED = ", its request replayed"  # appended if the program is not installed
 HEADER = ("program", "version", "how", "model or route", "verdict")
 
 
@@ -20,7 +20,7 @@ class Row:
 
     @property
     def use(self) -> tuple[str, str]:
-        """What stays the same from run to run: the program and how it was used."""
+        """Return the key of a row, equal in all runs: the program and how it was used."""
         return self.program, self.how.removesuffix(REPLAYED)
 
 
@@ -45,7 +45,7 @@ def write(path: Path, rows: list[Row], when: str) -> None:
 
 
 def merged(held: list[Row], new: list[Row], order: list[tuple[str, str]]) -> list[Row]:
-    """`new` in place of what `held` has of the same uses. order: every use there may be."""
+    """Return `held` with its rows replaced by those of `new` with the same use. order: all possible uses."""
     by_use = {row.use: row for row in [*held, *new]}
     return [by_use[use] for use in order if use in by_use]
 

@@ -1,4 +1,4 @@
-"""What the clients' page tells a reader to install is what `make clients` installs."""
+"""`make clients` installs the versions that the clients' page recommends."""
 
 from __future__ import annotations
 

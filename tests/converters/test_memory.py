@@ -22,7 +22,7 @@ ALLOWANCE = 160 * MIB
 
 
 def measured(*arguments: str | Path | int) -> dict[str, float]:
-    """Of a process of its own, whose peak is only its own."""
+    """Measure in a separate process, so that the peak contains nothing else."""
     command = [sys.executable, "-m", "tests.converters.sources.sparse_checkpoint", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, capture_output=True, text=True)

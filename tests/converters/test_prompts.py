@@ -111,7 +111,7 @@ def test_ranks_have_their_share_of_tasks_and_tables(tasks, family, stored, tenso
 
 
 def test_a_directory_of_fastertransformer_keeps_its_tasks(tasks, tmp_path: Path) -> None:
-    """Also those without a file, whose numbers count; converted to another degree and type."""
+    """Tasks without a file keep their numbers; the directory is converted to another degree and dtype."""
     model, _, weights = tasks("gptj", 2)
     (weights / "manifest.json").rename(tmp_path / "manifest.json")  # FasterTransformer writes none
     ini = (weights / "config.ini").read_text()

@@ -1,4 +1,4 @@
-"""For every family, a rule on quantised matrices, then dequantised, equals the rule on dequantised ones."""
+"""A rule on quantised matrices, then dequantised, equals the rule on dequantised ones, for every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the writer leaves on disk, and what it refuses before it writes."""
+"""The files that the writer leaves on disk, and its refusals before it writes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _codegen_heads(hf: PreTrainedConfig, *qkv: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _grouped_heads(hf: PreTrainedConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray]:
-    """By kv head: the queries of its group, its key, its value."""
+    """Join the rows by KV head: the queries of its group, its key, its value."""
     size = hf.hidden_size // hf.num_attention_heads
     groups = k.shape[1] // size
     by_group = [part.reshape(part.shape[0], groups, -1) for part in (q, k, v)]
@@ -98,7 +98,7 @@ def _draw_bigcode(random: Random) -> dict[str, Any]:
 
 
 def _draw_mpt(random: Random) -> dict[str, Any]:
-    """What transformers leaves out is drawn, too."""
+    """Draw a config, with the settings that transformers omits."""
     heads = random.choice([1, 3, 5, 7, 12])
     return {
         "n_heads": heads,

@@ -20,7 +20,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def refusal() -> str:
-    """Why the kernel gives us no network namespaces; "" if it does."""
+    """Return why network namespaces are not available; "" if they are."""
     name = f"td{uuid4().hex[:6]}"
     try:
         _ip("netns", "add", name)

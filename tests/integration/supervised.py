@@ -200,7 +200,7 @@ class Service:
         return request
 
     def answers(self, model: str = "fastertransformer") -> bool:
-        """Whether a new request succeeds."""
+        """Return whether a new request succeeds."""
         request = self.request(model)
         return request.done.wait(10) and not request.error and request.responses > 0
 

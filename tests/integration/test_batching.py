@@ -94,7 +94,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def requests_of(count: int, seed: int) -> list[Arrays]:
-    """Of one to three rows, widths, lengths and parameters of their own, all with the same inputs."""
+    """Make requests of one to three rows with different widths, lengths and parameters, but the same
+    inputs."""
     draw = np.random.default_rng(seed)
     requests = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""From a checkpoint to streamed text: generator, real tritonserver, real engine, real clients."""
+"""Generator, real tritonserver, real engine and real clients, from a checkpoint to streamed text."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def engine_pid(repository: Path) -> int:
 
 
 def health(server: ServerProcess) -> tuple[bool, str]:
-    """What the health model says: ready, or the error of its probe."""
+    """Return whether the health model is ready, and the error of its probe."""
     try:
         answer = infer("http", server.http_url, "tridecode_health", {"PROBE": np.array([True])})
     except InferenceServerException as error:

@@ -49,7 +49,7 @@ class TwoEngines:
         return {labels.split('"')[1]: float(value) for labels, _, value in rows}
 
     def states(self) -> dict[Path, state_file.StateFile]:
-        """Of each engine, by its runtime folder."""
+        """Return the state of each engine by its runtime folder."""
         found = {folder: state_file.read(folder) for folder in self.service.engine_folders()}
         return {folder: content for folder, content in found.items() if content is not None}
 

@@ -41,7 +41,7 @@ class Stack:
         return infer(protocol, url, MODEL, arrays, **sequence).as_numpy("output_ids")[0, :, 0]
 
     def processes(self, argument: str) -> list[psutil.Process]:
-        """Those of this repository with the argument on their command line."""
+        """Return this repository's processes with the argument on their command line."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = " ".join(process.info["cmdline"] or [])

@@ -1,4 +1,4 @@
-"""Metrics and logs of `tridecode serve` with a real engine: counters go on where a process is killed."""
+"""Metrics and logs of `tridecode serve` with a real engine: counters continue after a process is killed."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Node:
         command = [sys.executable, "-m", "tridecode.tools.cli"]
         if index == 0:
             command += ["tritonserver", f"--model-repository={repository}"]
-        else:  # whose start never ends: that is no reason to give up
+        else:  # whose start never ends: serve must not give up
             command += ["serve", str(repository), "--start-timeout-s", "20"]
         self.process = host.start(
             command,
@@ -73,7 +73,7 @@ class Node:
         return [one for one in marked_processes(self._mark) if argument in command_line(one)]
 
     def contents(self, engine: str) -> list[state_file.StateFile]:
-        """What the engine's supervisor says of it; [] before."""
+        """Return the state files of the engine; [] before the first."""
         found = [content for folder in self.run.glob("serve-*") for content in state_file.read_all(folder)]
         return [content for content in found if Path(content.engine_dir).name == engine]
 

@@ -1,5 +1,7 @@
-"""What made FasterTransformer's backend read past its buffers, hang or die is here an error that names it, or
-a documented answer, and the server continues. With the real server and a real engine.
+"""Requests that made FasterTransformer's backend read past its buffers, hang or die.
+
+Here each gets an error that names the cause, or a documented answer, and the server continues. The tests use
+the real server and a real engine.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def wanted(model: torch.nn.Module, row: list[int]) -> list[int]:
 
 
 def states(service: Service) -> dict[str, state_file.StateFile]:
-    """Of each engine, by its model."""
+    """Return the state of each engine by its model."""
     found = [state_file.read(folder) for folder in service.engine_folders()]
     return {Path(content.engine_dir).name: content for content in found if content is not None}
 

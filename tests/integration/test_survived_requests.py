@@ -33,7 +33,7 @@ BODIES = {
 
 
 def test_large_and_deep_bodies_do_not_end_the_server(service):
-    """With the usual stack of 8 MiB each of them ends Triton 2.51 by SIGSEGV."""
+    """Each of them crashes Triton 2.51 with SIGSEGV if its stacks have the usual 8 MiB."""
     triton = service.triton
     for body in BODIES.values():
         assert "Error: " not in post(service, "echo", body)

@@ -69,5 +69,6 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def cuda_place() -> Place:
-    """For what only the kernels promise, such as graph capture; its tests carry the marker gpu."""
+    """The GPU, for properties that only the kernels have, such as graph capture; such tests have the marker
+    gpu."""
     return Place(_cuda_ops(), torch.device("cuda", 0), torch.Generator().manual_seed(1))

@@ -1,8 +1,8 @@
-"""How far an operation may be from float64, in units of the output dtype's epsilon.
+"""Error bounds of operations relative to float64, in units of the output dtype's epsilon.
 
 A 16-bit result is rounded once (half a unit); products and sums are computed in float32. Further rounding is
-allowed: probabilities are rounded to 16 bits before they weigh the values (attention), a normalised row is
-rounded to 16 bits before its product, and large products round once more before an activation. float32
+allowed: attention rounds probabilities to 16 bits before it multiplies them with values, a normalised row is
+rounded to 16 bits before its GEMM, and large GEMMs round once more before an activation. float32
 results differ by the order of their sums.
 """
 

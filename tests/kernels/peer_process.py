@@ -81,12 +81,12 @@ def make(rank, world, exchange, rows, columns, dtype, limits=None, limit_s=WAIT_
 
 
 def ways(world: int) -> list[PeerLimits]:
-    """Of summing rows: two ranks have one."""
+    """Return the algorithms for summing rows; two ranks have only one."""
     return [ONE_SHOT] if world == 2 else [ONE_SHOT, TWO_SHOTS]
 
 
 def normed_rows(x: Tensor, norm: Norm) -> Tensor:
-    """In float64, of the documented definition."""
+    """Compute the documented definition in float64."""
     x, weight = x.double(), norm.weight.double().cpu()
     if norm.bias is None:
         return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
@@ -126,7 +126,7 @@ class Form:
         return tuple(None if one is None else one.cpu() for one in (out, normed))
 
     def complaints(self, out: Tensor | None, normed: Tensor | None) -> list[str]:
-        """Where the results differ from float64's."""
+        """Return the differences from float64."""
         dtype = self.parts.dtype
         count = self.parts.shape[1]
         terms = [*self.parts.double(), *(bias.double().expand(count, -1) for bias in self.biases)]
@@ -189,7 +189,7 @@ def every_form(rank, world, exchange) -> str:
 
 
 def digest(tensors: Sequence[Tensor | None]) -> bytes:
-    """Of their bits."""
+    """Return a digest of the tensors' bits."""
     made = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:

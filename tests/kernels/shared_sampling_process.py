@@ -62,7 +62,7 @@ class Rank:
         return found
 
     def compare(self, logits: Tensor, slots: list[int], state: SamplingState) -> str:
-        """What differs between the two; "" if nothing does. logits, state: on the CPU."""
+        """Return the first difference between the two; "" if they are equal. logits, state: on the CPU."""
         vocab, at = logits.shape[1], torch.tensor(slots, dtype=torch.int32, device=self.device)
         share, alone = self.share(vocab), moved(state, self.device)
         own = moved(cloned(state, share), self.device)
@@ -118,7 +118,7 @@ def all_settings(rank: int, world: int, exchange) -> str:
 
 @torch.inference_mode()
 def one_setting(rank: int, world: int, exchange) -> str:
-    """Rows of one kind at a time, over a vocabulary of which candidates are listed, or not."""
+    """Rows of one kind at a time, with listed candidates or without."""
     held, wrong = Rank(rank, world, exchange), []
     kinds = [dict(top_k=k, top_p=p) for k, p in ((0, 0.9), (0, 0.05), (50, 1.0), (50, 0.8), (1500, 0.95))]
     for number, kind in enumerate([*kinds, dict(top_k=1), dict(top_k=0, top_p=1.0)]):
@@ -167,7 +167,7 @@ def special_numbers(rank: int, world: int, exchange) -> str:
 
 @torch.inference_mode()
 def replayed(rank: int, world: int, exchange) -> str:
-    """A graph of three steps, replayed beside launches of other numbers of rows; the state goes on."""
+    """A graph of three steps, replayed between launches of other numbers of rows; the state continues."""
     held, vocab = Rank(rank, world, exchange), 5003
     random = np.random.default_rng(7)
     share = held.share(vocab)

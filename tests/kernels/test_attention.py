@@ -102,7 +102,7 @@ def test_prompts_of_several_tiles_see_what_is_before_them(place: Place, heads, b
 @pytest.mark.gpu
 @pytest.mark.parametrize("alibi", [False, True])
 def test_prompts_of_many_heads_come_in_sections(cuda_place: Place, alibi: bool):
-    """So many heads of rows that the kernel for Hopper takes them in more than eight sections."""
+    """Enough heads for the Hopper kernel to process them in more than eight sections."""
     queries = [513, 2, 300, 129, 400, 17, 513, 64, 200, 500, 333, 70, 5]
     prompts_and_compare(cuda_place, (32, 8, 128), queries, queries, alibi, torch.bfloat16)
 

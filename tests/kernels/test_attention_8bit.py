@@ -208,7 +208,7 @@ def test_queries_of_any_magnitude_keep_their_digits(place: Place, dtype: torch.d
 
 @contextmanager
 def room_for(place: Place, rows: int, batch: Batch, cache: CacheLayer, itemsize: int) -> Iterator[None]:
-    """Scratch memory for the expanded contexts of so many rows; 0: what is there."""
+    """Limit scratch memory to the dequantised contexts of this many rows; 0: keep what there is."""
     if not rows or place.device.type == "cpu":
         yield
         return
@@ -333,7 +333,7 @@ def rotate_round_and_compare(place: Place, shape, turn, dtype, format: str, cont
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_projections_of_any_size_round_what_they_write(place: Place, dtype: torch.dtype, format: str):
-    """With rotation and a norm: what the GEMM's own epilogue would otherwise write."""
+    """Covers rotation and a norm, which the GEMM's own epilogue would otherwise apply."""
     angles = torch.rand(64, 32, generator=place.generator).to(place.device) * 6
     heads = Heads(4, 2, 64, 0.125, Rope(angles.cos(), angles.sin()))
     for tokens in (1, 2, 7, 40):

@@ -63,7 +63,7 @@ def test_the_most_likely_tokens_of_the_wanted_rows(place: Place, vocab: int, wid
 def test_temperature_penalties_and_bans_of_each_row(
     place: Place, part: int, generated: int, monkeypatch
 ) -> None:
-    """Also where the rows are taken in parts."""
+    """This also holds if the rows are processed in parts."""
     monkeypatch.setattr(sampling, "_CANDIDATE_LOGITS", 300 * part)
     logits = np.random.default_rng(1).normal(0, 3, (5, 300)).astype(np.float32)
     temperature, repetition = [[0.5], [1.0], [3.0]], [[1.0], [1.7], [0.8]]

@@ -129,7 +129,7 @@ def test_rows_without_a_context_get_zeros(place: Place, format: str):
 
 
 def test_windows_and_soft_caps_hold_for_each_query(place: Place):
-    """What torch computes on every device."""
+    """torch computes these cases on every device."""
     heads = Heads(4, 2, 64, 0.125, window=5)
     batch = make_batch(place, [40, 7], [4, 3], 16, decodes=2)
     cache, kv = filled(place, batch, heads, 16, torch.float32, "auto")

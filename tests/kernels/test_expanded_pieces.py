@@ -299,12 +299,12 @@ def make(
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, inputs: int = INPUTS, rows: int = 300) -> None:
-    """Memory for so many rows of 16-bit inputs: by default pieces have 256."""
+    """Limit memory to this many rows of 16-bit inputs; by default pieces have 256."""
     monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 2 * inputs * rows)
 
 
 def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The outputs of each product of a piece that follows."""
+    """Return a list that gets the outputs of each later GEMM of a piece."""
     outputs: list[int] = []
     behind = place.ops.gpu.library.gemm_expanded
 
@@ -317,7 +317,7 @@ def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def normed(place: Place, x: Tensor, norm: Norm) -> Tensor:
-    """Of the operations themselves: SwiGLU would multiply the difference of a number rounded otherwise."""
+    """Normalise with the operations under test, because SwiGLU would amplify a different rounding."""
     out = place.poison(*x.shape, dtype=x.dtype)
     place.settle()
     place.ops.norm(x, norm, out=out)
@@ -333,8 +333,8 @@ def check_plain(
     rows: int = 300,
     sizes: tuple[int, ...] = (256, 256, 256, 232),
 ) -> None:
-    """With a norm, a bias and a residual in place, over rows of x and out that lie apart. sizes: of the
-    pieces, with memory for so many rows."""
+    """Check a norm, a bias and a residual in place, with strided rows of x and out. sizes: of the pieces,
+    with memory for that number of rows."""
     outputs = sum(sizes)
     case = make(place, kind, outputs, dtype)
     norm = Norm(place.normal(INPUTS, dtype=dtype), place.normal(INPUTS, dtype=dtype), 1e-5)
@@ -438,8 +438,10 @@ def check_without_cublaslt(place: Place, monkeypatch, kind: str, activation: str
 
 
 def refuse(place: Place, monkeypatch, refused: int, exact: bool = True) -> None:
-    """The algorithms for pieces of so many outputs take no tokens but those that they were asked for; exact:
-    there are such."""
+    """Make algorithms for pieces of `refused` outputs fail for other token counts than requested.
+
+    exact: whether an algorithm for the requested count exists.
+    """
     products = place.ops.gpu.library_products
     find, garbage = products._algorithm, (ctypes.c_uint8 * 96)(*([255] * 96))
 
@@ -454,7 +456,7 @@ def refuse(place: Place, monkeypatch, refused: int, exact: bool = True) -> None:
 
 
 def check_refused(place: Place, monkeypatch, kind: str, refused: int) -> None:
-    """Of a residual in place: what is launched is not launched again."""
+    """Check a residual in place: a piece that was launched is not launched again."""
     dtype = torch.float16
     case = make(place, kind, 1000, dtype)
     x, residual = place.normal(case.tokens, INPUTS, dtype=dtype), place.normal(case.tokens, 1000, dtype=dtype)
@@ -668,7 +670,7 @@ HEADS = [  # heads, kv heads, head size, rotary size, interleaved
 
 
 def project(place: Place, monkeypatch: pytest.MonkeyPatch, made: HeadsCase) -> Tensor:
-    """In pieces."""
+    """Run the projection in pieces."""
     with monkeypatch.context() as patched:
         limit(patched)
         products = watch(place, patched)

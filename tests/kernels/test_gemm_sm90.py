@@ -121,7 +121,7 @@ def test_activations(place: Place, tokens: int, split: int, activation: str | No
 @pytest.mark.parametrize("shape", [(256, 128), (520, 1000), (4096, 512), (14336, 2048)])
 @pytest.mark.parametrize("tokens", [1, 33, 65, 128, 129, 192, 250, 300])
 def test_four_clusters_finish_a_tile(place: Place, tokens: int, shape, dtype: torch.dtype):
-    """With shares of tokens that have none, and more than one tile of tokens."""
+    """Covers clusters whose share has no tokens, and more than one tile of tokens."""
     linear = make_linear(place, *shape, dtype)
     x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
     wanted = product64(x, linear) + out.double()

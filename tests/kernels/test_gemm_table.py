@@ -43,7 +43,7 @@ def replay(devices: list[Device]) -> Iterator[tuple[Gemm, Plan]]:
 
 
 def operands(device: Device) -> tuple[str, ...]:
-    """Those of quantized.stays_in_8_bit."""
+    """Return the operands that quantized.stays_in_8_bit allows."""
     if device.capability == 90:
         return "int8", "fp8", "two_parts"
     return ("int8", "fp8") if device.capability >= 89 else ("int8",) if device.capability >= 80 else ()

@@ -187,7 +187,7 @@ def force(place: Place, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
 
 
 def assert_within_bound(found: Tensor, wanted: Tensor, x: Tensor, weight: QuantizedWeight) -> None:
-    """Of results without an activation; the bound above."""
+    """Assert the bound above for results without an activation."""
     unit = torch.finfo(found.dtype).eps / 2
     matrix, x = weight.expanded(torch.float32).double().abs(), x.double().abs()
     allowed = x.amax(1, keepdim=True) / 64516 * matrix.sum(1) + (unit + 1e-5) * (x @ matrix.t())

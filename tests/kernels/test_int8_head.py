@@ -17,7 +17,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 @pytest.fixture(scope="module")
 def ops():
-    """Of its own: those of other tests hold scratch memory for expanded weights."""
+    """Make separate operations, because those of other tests hold scratch memory for expanded weights."""
     from tridecode.kernels.cuda import Cuda
 
     made = Cuda(torch.device("cuda", 0))
@@ -46,8 +46,8 @@ def test_logits(ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, 
     ops.linear(x, head, norm=norm, out=out)
     wanted = norm64(x, norm) @ (weight.values.double() * weight.scales.double()).t()
     wanted = wanted if offsets is None else wanted + offsets.double()
-    # Of x in two int8 parts, or of scales in 16 bit. In bfloat16 one input that float32 rounds another way
-    # than float64 is 2^-8 of it.
+    # error of x in two int8 parts, or of scales in 16 bit. In bfloat16 one input that float32 rounds another
+    # way than float64 is 2^-8 of it.
     error = (out.double() - wanted).abs().max() / wanted.abs().max()
     in_two_parts = 2e-4 if dtype == torch.float16 else 1e-3
     assert error < (in_two_parts if vocabulary % 8 == 0 else 2e-3)

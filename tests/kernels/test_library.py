@@ -122,7 +122,7 @@ def test_every_kernel_waits_for_the_kernel_before_it():
 
 
 def test_a_kernel_without_the_wait_is_found():
-    """Also where another kernel of its file waits twice, or a function waits that it does not call."""
+    """It is found even if another kernel of the file waits twice, or an uncalled function waits."""
     first = "template <int N> __global__ void __launch_bounds__(N, N < 2 ? 2 : 1) first(int* p) {\n"
     first += "  wait_for_predecessor();\n  { wait_for_predecessor(); }\n}\n"
     helper = "__device__ __forceinline__ void load(int* p) { wait_for_predecessor_alone(); }\n"

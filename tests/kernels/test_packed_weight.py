@@ -123,7 +123,7 @@ def test_scales_below_float16_are_noticed():
 
 
 def test_packing_follows_shapes_alone():
-    """For plans of the memory: the same sizes without data."""
+    """The memory plan relies on this: it has the same sizes without data."""
     weight = round_to_nearest(torch.randn(24, 384), "int4", 128)
     fields = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in weight.__dict__.items()}
     assert pack(QuantizedWeight(**fields), torch.bfloat16).nbytes == pack(weight, torch.bfloat16).nbytes
@@ -144,7 +144,7 @@ def test_the_choice_follows_the_tokens():
 
 @pytest.mark.parametrize("granule_inputs", [64, 128])
 def test_every_choice_has_an_instance_and_every_instance_is_chosen(granule_inputs):
-    """For published models, alone and shared by ranks."""
+    """Covers published models on one rank and shared by ranks."""
     chosen: dict[str, set[tuple[str, str]]] = {"gemm_packed_mma": set(), "gemm_packed_sm90": set()}
     for shape in SHAPES.values():
         for product in [each for size in (1, 2, 4) if shape.kv_heads % size == shape.inner % size == 0

@@ -1,4 +1,4 @@
-"""What an engine says of its GPU while it loads agrees with the tables that choose."""
+"""An engine's log about its GPU while loading agrees with the kernel tables."""
 
 from __future__ import annotations
 

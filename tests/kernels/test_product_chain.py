@@ -56,7 +56,7 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
 
 @dataclass
 class Layer:
-    """What follows attention, as a decoder asks for it, with a buffer of its own for every result."""
+    """The operations after attention as a decoder calls them, with a separate buffer for every result."""
 
     products: list[Product]
     matrices: list[Tensor]  # float64

@@ -43,7 +43,7 @@ ORDER = ("bad words", "temperature", "penalties", "min_tokens", "min_p", "top_k"
 
 @dataclass
 class State:
-    """Of one sequence: what the rules read and change."""
+    """State of one sequence that the rules read and change."""
 
     params: SamplingParams
     prompt: list[int]

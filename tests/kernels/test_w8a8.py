@@ -118,7 +118,7 @@ def rounded_in_blocks(matrix: Tensor) -> QuantizedWeight:
 
 
 def rounded64(x: Tensor, format: str) -> Tensor:
-    """What the product reads, computed on the CPU."""
+    """Return the quantised input of the GEMM, computed on the CPU."""
     group = 128 if format == "fp8_blocks" else 0
     values, scales = rounded_activations(x.cpu(), format.removesuffix("_blocks"), group)
     if group:
@@ -253,7 +253,7 @@ def test_bias_and_residual_are_added_in_place(
 def test_four_clusters_finish_a_tile(
     place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int, shape, format: str, dtype: torch.dtype
 ):
-    """With shares of tokens that have none, and more than one tile of tokens."""
+    """Covers clusters whose share has no tokens, and more than one tile of tokens."""
     linear = make_linear(place, *shape, dtype, format)
     x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
     wanted = product64(x, linear) + out.double()
@@ -279,8 +279,8 @@ def test_chosen_kernels_of_large_products(place: Place, tokens: int, inputs: int
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [3, 64, 200])
 def test_sums_of_one_sign(place: Place, tokens: int, format: str):
-    """Where the sum is far above each product, tensor cores that keep few of its bits lose most: without sums
-    in parts, 5 % of 14,336 products."""
+    """Sums far above each product lose most on tensor cores with few accumulator bits: without partial sums,
+    5 % over 14,336 products."""
     linear = make_linear(place, 14336, 512, torch.bfloat16, format, bias=False)
     weight = linear.weight
     assert isinstance(weight, QuantizedWeight)

@@ -1,4 +1,4 @@
-"""What a repository serves, and the option that makes a model which it does not have."""
+"""Finds the contracts of a repository, and the option that builds a missing model."""
 
 from __future__ import annotations
 

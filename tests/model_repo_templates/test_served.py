@@ -1,4 +1,4 @@
-"""Which models `--contract` chooses, and who keeps a name that two contracts have."""
+"""The models of each `--contract`, and the owner of a name that two contracts have."""
 
 from __future__ import annotations
 

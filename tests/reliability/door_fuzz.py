@@ -121,7 +121,7 @@ BATCH: Arrays = {"TOKENS_BATCH": np.array([[[5, 6]], [[7, 8]]], np.uint32)}
 @dataclass(frozen=True)
 class Entry:
     """A door of the fuzz: a control request, and whether its model is decoupled. every: the suite sends one
-    of so many cases, for models that share their fields' code with another one."""
+    in `every` cases, for models that share their fields' code with another one."""
 
     kind: str  # of CONTRACTS, and the module's name
     control: Arrays
@@ -165,7 +165,7 @@ ENTRIES = {
 
 @dataclass
 class Outcome:
-    """What a request ended in. text: of the error, or what an answer was compared with. complaint: "" if it
+    """The end of a request. text: the error's, or the reference of an answer. complaint: "" if it
     is clean."""
 
     case: Case
@@ -241,7 +241,7 @@ class DoorFuzz:
         ]
 
     def compare(self, case: Case, sent: list[fake_triton.Sent]) -> tuple[str, str]:
-        """What an answer was compared with, and the difference; "" for none."""
+        """Return the reference of an answer, and the difference from it; "" if they are equal."""
         kind = ENTRIES[case.door].kind
         if kind == "fastertransformer":
             rows = token_rows(case.arrays, self.oracle)
@@ -353,7 +353,7 @@ def _is_gone(code: str, text: str) -> bool:
 
 
 def judge_error(case: Case, code: str, text: str, responses: int) -> str:
-    """What is wrong with an error; "" if it is one clean error that names a field."""
+    """Return what is wrong with an error; "" if it is one clean error that names a field."""
     names = [*case.fields, *(NAMED_OTHERWISE[name] for name in case.fields if name in NAMED_OTHERWISE)]
     if responses != 1:
         return f"{responses} responses to a refused request"

@@ -1,7 +1,7 @@
-"""What a door should answer, computed from the request's arrays with transformers: greedy, one row at a time.
+"""Computes the expected answer of a door with transformers from the request's arrays, greedily, row by row.
 
-`expected` knows the fields that change greedy tokens. It gives None where a request has a field that it does
-not know, or samples; then only the shapes of an answer are compared.
+`expected` knows the fields that change greedy tokens. It returns None if a request samples or has a field
+that it does not know; then only the shapes of the answer are compared.
 """
 
 from __future__ import annotations

@@ -544,12 +544,12 @@ class Range:
         return None, False
 
     def _steady(self, watch: Watch, back: float) -> bool:
-        """Whether the answers that came since have no failure between them for a second and a half."""
+        """Return whether all answers have succeeded for a second and a half."""
         recent = [s for s in watch.of("probe") if s.end > time.monotonic() - 1.5]
         return time.monotonic() - back > 1.5 and bool(recent) and all(s.good for s in recent)
 
     def _restart(self, fault: Fault, row: Row) -> float | None:
-        """What a platform does when `serve` has ended."""
+        """Start `serve` again, as a platform does."""
         assert self.service is not None
         left = self.service.wait_nothing_left()
         if left:

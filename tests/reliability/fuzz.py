@@ -174,7 +174,7 @@ REFUSED = re.compile(
 
 @dataclass(frozen=True)
 class Schema:
-    """What config.pbtxt says of a model."""
+    """Inputs and settings of a model, from its config.pbtxt."""
 
     name: str
     batched: bool

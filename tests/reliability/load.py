@@ -44,7 +44,7 @@ def load_of(service: Service) -> tuple[int, int]:
 
 @dataclass
 class Use:
-    """Of one process at one moment. rss: bytes."""
+    """Memory of one process at one moment. rss: bytes."""
 
     at: float
     rss: int
@@ -380,12 +380,13 @@ def leaks(
     clients_count: int = 12,
     windows: int = 1,
 ) -> LeakResult:
-    """A steady mix of requests, some of which are refused or cancelled; what each process holds meanwhile.
+    """A steady mix of requests, with refusals and cancellations; returns the memory of each process over
+    time.
 
     resolution_mib: allowed growth of a process in addition to the hourly limit. windows: a process leaks
     if it grows too much in each of this many windows of `seconds`; the first window without such growth
     is the result. A cache fills once (oneDNN keeps code for every number of rows, see kernels/cpu.py), a
-    leak goes on.
+    leak continues.
     """
     clients = Clients(service.grpc, service.http)
     asks = mixture(seed, 40, 64, 64)

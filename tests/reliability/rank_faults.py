@@ -114,7 +114,7 @@ def schedule(tensor: int, stages: int) -> list[Accident]:
 
 
 class Strikes:
-    """What accidents came to, a row each, and the checks that all of them have."""
+    """Results of the accidents, one row each, and the checks that all accidents share."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

@@ -167,7 +167,7 @@ class RankService:
         return answer
 
     def pids(self) -> list[int]:
-        """Of the living ranks, by rank."""
+        """Return the pids of the living ranks in rank order."""
         found = {}
         for pid in processes.all_pids():
             line = processes.command_line(pid)

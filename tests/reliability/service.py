@@ -151,7 +151,7 @@ class Service:
     def stop(self) -> str:
         """Stop as an operator does; what went wrong or was left behind, "" if nothing."""
         self.note_regions()
-        for process in self.processes():  # what a test froze is thawed; serve is told first
+        for process in self.processes():  # frozen processes are resumed; serve gets the signal first
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGCONT)
         complaint = ""
@@ -175,7 +175,7 @@ class Service:
         return processes + regions + files
 
     def close(self) -> None:
-        """By force, whatever the state."""
+        """Kill everything, in any state."""
         self.note_regions()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):

@@ -32,7 +32,7 @@ MIN_LEAK_S = 120.0
 
 @dataclass
 class Report:
-    """What a run found; `sections` are its tables by title."""
+    """The results of a run; `sections` has its tables by title."""
 
     command: str
     seed: int

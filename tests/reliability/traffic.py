@@ -104,7 +104,7 @@ class Ask:
         return ("text_output",) if self.model.startswith("tensorrt") else ("OUTPUT_0",)
 
     def digest(self, outcome: Outcome) -> str:
-        """Of the tokens or the text that came back."""
+        """Return a digest of the tokens or the text of an answer."""
         held = [outcome.outputs[name] for name in self.compared if name in outcome.outputs]
         if "body" in outcome.outputs:
             with contextlib.suppress(ValueError):
@@ -212,7 +212,7 @@ class Sent:
 
 
 class Clients:
-    """What a test holds of one running server: a loop, connections, and the right answers."""
+    """A test's clients of one server: an event loop, connections, and the right answers."""
 
     def __init__(self, grpc_url: str, http: tuple[str, int], channels: int = 8) -> None:
         self.loop = Loop()
@@ -249,7 +249,7 @@ class Clients:
 
 
 class Crowd:
-    """`streams` clients, each of which sends one request after the other until `stop`."""
+    """`streams` clients; each sends one request after the other until `stop`."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ HEALTH_BODY = {"inputs": [{"name": "PROBE", "datatype": "BOOL", "shape": [1], "d
 
 
 def ask(address: str, model: str, body: dict, limit_s: float) -> tuple[bool, str]:
-    """Whether the model answered, and its answer or the reason."""
+    """Return whether the model answered, and its answer or the reason."""
     connection = http.client.HTTPConnection(address, timeout=limit_s)
     try:
         connection.request("POST", f"/v2/models/{model}/infer", json.dumps(body).encode())
@@ -198,7 +198,7 @@ class Watch:
         return worst, worst_way
 
     def lateness(self, start: float, end: float) -> float:
-        """By how much the watching thread itself was late at worst: the load of the machine."""
+        """Return the largest delay of the watching thread itself, a measure of the machine's load."""
         return max((s.end - s.start for s in self.of("late") if start <= s.end <= end), default=0.0)
 
 

@@ -51,7 +51,7 @@ NUMPY = {
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are monotonic seconds.
+    """The end of one request. Times are monotonic seconds.
 
     kind: "answer", "error", "cancelled" (by the client itself), "hang" (the client's own limit was reached).
     code: the gRPC status or HTTP status of an error; a message in a gRPC stream has none. progress: the times

@@ -114,7 +114,7 @@ def test_a_template_that_does_harm_is_refused_within_its_limits(renderer, templa
 
 
 def test_a_child_never_holds_more_than_its_memory() -> None:
-    """In a process of its own, so that nothing else counts among its children."""
+    """The test runs in a process of its own, so that it has no other children."""
     program = f"""
 import json, resource
 from tridecode.backend.chat.templates import RenderLimits, TemplateFault, TemplateRenderer

@@ -173,7 +173,7 @@ def test_a_forced_prefix_of_the_prompt_makes_the_answer_a_call(kind, name) -> No
     wanted = [delta for index in range(count) for delta in call(index, "depth", '{"x": 1}')]
     for pieces in ([text], list(text)):
         assert run(KINDS[kind], pieces, forced=KINDS[kind].forced(name)) == wanted
-    # an answer that does not go on with the call is shown without the prompt's part of it
+    # if the answer does not continue the call, it is shown without the part from the prompt
     for refusal in ("I cannot.", "[1]", '"no"'):
         for pieces in ([refusal], list(refusal)):
             assert run(KINDS[kind], pieces, forced=KINDS[kind].forced("depth")) == [Content(refusal)]

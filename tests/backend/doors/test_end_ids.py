@@ -73,7 +73,7 @@ OWN = [name for name in CONTRACTS if name != "vllm_model"]  # the others, with a
 def test_every_end_id_of_the_model_ends_a_text_and_waits_for_min_tokens(tmp_path, name):
     request, nowhere = CONTRACTS[name]
     with served_at(tmp_path, name) as door:
-        # the scripted engine goes on past an end id before min_tokens
+        # the scripted engine continues after an end id before min_tokens
         for arrays, count in ((request(0), 3), (request(3), 6), (request(0, **nowhere), 6)):
             out = only(fake_triton.ask(door, fake_triton.InferenceRequest(arrays)))
             assert new_tokens(out) == count

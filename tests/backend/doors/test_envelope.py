@@ -1,4 +1,4 @@
-"""What a request may weigh: refused by name, before any work, at every door."""
+"""Size limits of a request: every door refuses it by name, before any work."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_a_stream_sends_is_bounded(streamed_tokens):
     assert len(ask(streamed_tokens, ids(10, 100, 50))) == 50
 
 
-# ---------------------------------------------------------------- what is no tensor
+# ---------------------------------------------------------------- malformed tensors
 
 PRIORITIES = [1e300, -1e300, 2**31, -(2**31) - 1, 2**63, 2**64, 10**400, float("inf"), float("nan"), 1.5]
 
@@ -243,7 +243,7 @@ def no_utf8(self) -> str:
 def test_an_id_that_is_not_utf8_is_one_clean_error_at_every_door(
     repository, texts, tokens, monkeypatch, method
 ):
-    """Triton's utilities raise UnicodeDecodeError when such a text is asked for."""
+    """Triton's utilities raise UnicodeDecodeError when such a text is read."""
     pre = unary(preprocessing, "preprocessing", {}, repository)
     monkeypatch.setattr(fake_triton.InferenceRequest, method, no_utf8)
     for door, arrays in (

@@ -139,7 +139,8 @@ def last_params(door) -> SamplingParams:
 
 
 def beam_texts(params: SamplingParams, steps: int | None = None) -> list[list[tuple[int, float]]]:
-    """(token, log probability) of each beam after so many steps of the toy engine, parents followed back."""
+    """Return (token, log probability) of each beam after `steps` steps of the toy engine, following the
+    parents back."""
     taken = toy_beam_steps(params)[:steps]
     texts = []
     for beam in range(params.beam_width):
@@ -409,7 +410,7 @@ def test_a_door_that_is_told_to_never_merges():
 
 
 def answer(count: int, behind: Callable[[int], bool]) -> Answer:
-    """To one prompt of three ids."""
+    """Return the answer to one prompt of three ids."""
     prompts = Prompts(np.array([[5, 6, 7]]), [3], [1], [2])
     types = {name: fake_triton.triton_string_to_numpy(kind) for name, kind in OUTPUTS.items()}
     return Answer(prompts, [count], Outputs(types, []), False, 0, behind)

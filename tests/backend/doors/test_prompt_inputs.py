@@ -85,7 +85,7 @@ def test_p_tuning_takes_virtual_tokens_out_of_the_answer(door) -> None:
 
 
 def test_a_row_without_virtual_ids_has_its_task_in_front(door) -> None:
-    """As from an ensemble, whose text cannot hold virtual ids; of the task of a prefix, it is the rule."""
+    """An ensemble's text cannot hold virtual ids, so its task comes first, as a prefix always does."""
     output = only(ask(door, tensors([[5, 6], [5, 6]], 2, prompt_learning_task_name_ids=[0, 1])))
     assert [ids(sequence) for sequence in sent(door)] == [[V, V + 1, V + 2, 5, 6], [V, V + 1, 5, 6]]
     assert [sequence.learned.task for sequence in sent(door)] == [0, 1]
@@ -241,7 +241,7 @@ def test_a_huge_table_is_refused_before_it_is_read(door) -> None:
 
 @pytest.fixture(scope="module")
 def text_door(tmp_path_factory) -> Iterator[Any]:
-    """With a token <v0> that the tokenizer has behind the model's vocabulary, as p-tuning's clients add."""
+    """Its tokenizer has a token <v0> beyond the model's vocabulary, as added by clients of p-tuning."""
     folder = tmp_path_factory.mktemp("repository") / "bytes"
     folder.mkdir()
     tokenizer = byte_level()

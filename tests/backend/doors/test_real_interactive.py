@@ -52,7 +52,7 @@ def tensors(module, arrays: dict[str, np.ndarray]) -> list:
 
 
 def identity_test(**changes: int) -> dict[str, np.ndarray]:
-    """What interactive_text_generation/identity_test.py sends in its first round, with ids of this model."""
+    """Return the first round of interactive_text_generation/identity_test.py, with ids of this model."""
     entry = recorded()["FasterTransformer interactive_text_generation/identity_test.py", MODEL]
     arrays = {}
     for tensor in entry["inputs"]:

@@ -186,8 +186,8 @@ def test_a_token_stream_has_one_response_for_each_token(client):
 
 
 def test_the_identity_test_of_streams_gets_a_response_for_each_position(client):
-    """As identity_test.py -d counts: output_len responses to its sixteen inputs, each at full width, the
-    last of them final. Rows of fewer tokens are filled with their end id."""
+    """identity_test.py -d expects output_len responses to its sixteen inputs, each at full width, the
+    last one final. Rows with fewer tokens are padded with their end id."""
     batch, width, count = 8, 8, 24
     arrays = standard_inputs([[9] * width] * batch, [count] * (batch - 1) + [5])
     stream = Streaming(client)
@@ -199,7 +199,9 @@ def test_the_identity_test_of_streams_gets_a_response_for_each_position(client):
         assert result.as_numpy("output_ids").shape == (batch, 1, width + count)
         assert is_final(result) == (position == count)
         for row, most in ((0, count), (batch - 1, 5)):
-            said = [*ANSWER_IDS, *[EOS] * count][: min(position, most)]  # 50256 is no end to this engine
+            said = [*ANSWER_IDS, *[EOS] * count][
+                : min(position, most)
+            ]  # 50256 is not an end id of this engine
             wanted = [9] * width + said + [fill] * (count - len(said))
             assert result.as_numpy("output_ids")[row, 0].tolist() == wanted
             assert result.as_numpy("sequence_length")[row, 0] == width + len(said)
@@ -215,7 +217,7 @@ def test_a_stream_that_ends_early_has_a_response_for_each_of_its_tokens(server, 
 
 
 def test_an_error_after_streaming_began_is_the_last_response(server, client):
-    """The engine fails one of two streams after three tokens; the other one goes on."""
+    """The engine fails one of two streams after three tokens; the other one continues."""
     usual = server.engine.next_token
 
     def failing(history: list[int], generated: int, params, vocab_size: int) -> int:

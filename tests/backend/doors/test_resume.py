@@ -292,7 +292,7 @@ def serving(kind: str, repository: Any, **engine: Any) -> Iterator[Any]:
 
 
 def told(sent: list[fake_triton.Sent]) -> dict:
-    """All that the client was told, however it was divided into responses."""
+    """Everything that the client received, independent of the division into responses."""
     found: dict = {}
     for one in sent:
         assert one.error is None, one.error

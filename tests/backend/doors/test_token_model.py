@@ -79,7 +79,7 @@ def test_a_whole_answer_is_prompt_and_new_tokens_without_the_end_id(plain):
     assert out["finish_reason"].tolist() == [[b"stop"]]
     assert (out["num_input_tokens"].tolist(), out["num_output_tokens"].tolist()) == ([[3]], [[6]])
     assert (out["batch_index"].tolist(), out["sequence_index"].tolist()) == ([[0]], [[0]])
-    # benchmark_core_model.py reads the first output's shape, and expects no log-probs that it did not ask for
+    # benchmark_core_model.py reads the first output's shape, and expects no log-probs that it did not request
     assert next(iter(out)) == "output_ids" and "cum_log_probs" not in out
 
 
@@ -283,7 +283,7 @@ def test_a_stop_request_ends_every_sample():
 
 
 def stop_request() -> dict[str, np.ndarray]:
-    """As inflight_batcher_llm_client.py sends it: shapes without meaning, and `stop`."""
+    """Return the stop request of inflight_batcher_llm_client.py, whose shapes have no meaning."""
     return {
         "input_ids": np.empty((1, 1), np.int32), "input_lengths": np.zeros((1, 1), np.int32),
         "request_output_len": np.array([[0]], np.int32), "stop": np.array([[True]]),

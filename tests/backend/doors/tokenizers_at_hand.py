@@ -17,7 +17,8 @@ CORPUS = [
 
 @lru_cache(maxsize=1)
 def byte_level() -> Tokenizer:
-    """As in GPT-2 and BLOOM: every byte has a token, and a character can span tokens."""
+    """Make a tokenizer like those of GPT-2 and BLOOM: every byte has a token, and a character can span
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +39,8 @@ _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 @lru_cache(maxsize=1)
 def sentencepiece_bpe() -> Tokenizer:
-    """As in LLaMA: words begin with U+2581, and unknown characters fall back to byte tokens."""
+    """Make a tokenizer like that of LLaMA: words begin with U+2581, and unknown characters fall back to byte
+    tokens."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -78,7 +80,7 @@ def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 @lru_cache(maxsize=1)
 def metaspace_unigram() -> Tokenizer:
-    """As in XGLM and T5: Unigram with Metaspace, without byte fallback."""
+    """Make a tokenizer like those of XGLM and T5: Unigram with Metaspace, without byte fallback."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -88,9 +88,10 @@ def context_embedding(model: torch.nn.Module, prompt: list[int]) -> np.ndarray:
 def rounding_bound(
     model: torch.nn.Module, prompts: list[list[int]], data_type: str, device: str = "cpu"
 ) -> float:
-    """How far the logits of a run in 16 bits may lie from those of transformers in fp32: twice as far as the
-    farthest of transformers' own run in that type, on that device. How much rounding does to logits depends
-    on the model: a number that fits one is wrong for the next."""
+    """Return the largest allowed difference of 16-bit logits from those of transformers in fp32.
+
+    It is twice the largest difference of transformers' own run in that dtype on that device, because the
+    effect of rounding depends on the model."""
     half = copy.deepcopy(model).to(device, DTYPES[data_type])
     wanted = first_logits(model, prompts)
     return 2 * float(np.abs(first_logits(half, prompts) - wanted).max()) + 1e-4 * float(wanted.std())

@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
 
 
 class RankPool:
-    """`size` processes, of which a run takes as many as it has ranks. After a failure it starts new ones.
+    """`size` processes; a run uses one per rank. After a failure it starts new ones.
 
     notes: of each rank of the last run: {"in_flight": most plans in flight, counted on rank 0, "replays": of
     CUDA graphs}.

@@ -1,4 +1,4 @@
-"""Which adapters are loaded and which requests wait, with a loader that a test steers: no torch, no files."""
+"""Loading of adapters and waiting of requests, with a loader that the test controls: no torch, no files."""
 
 from __future__ import annotations
 

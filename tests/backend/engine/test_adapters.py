@@ -95,7 +95,7 @@ def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
 
 
 def engine_block_bytes(weights: Path) -> int:
-    """Of one block of 8 tokens."""
+    """Return the bytes of one block of 8 tokens."""
     config = OfflineEngine.load(weights, EngineConfig(max_sequences=1, cache_bytes=1 << 20)).model_config
     return config.num_layers * 2 * config.num_kv_heads * 8 * config.head_size * 4
 

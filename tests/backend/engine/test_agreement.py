@@ -1,4 +1,4 @@
-"""What ranks compare when they join and while they serve."""
+"""The values that ranks compare when they join and while they serve."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_ranks_of_other_settings_are_named_with_both_values_on_every_rank(tmp_pa
 
 
 def test_every_setting_that_changes_the_answers_is_a_fact(tmp_path):
-    """Of config.pbtxt, config.ini, the weights and the versions; where a rank runs is its own matter."""
+    """Facts cover config.pbtxt, config.ini, the weights and the versions, but not the place where a rank
+    runs."""
     usual = facts(tmp_path)
     assert facts(tmp_path, num_threads=3, lora_path="/a/folder", verify_weights="full") == {
         **usual,

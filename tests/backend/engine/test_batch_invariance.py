@@ -1,4 +1,4 @@
-"""With batch_invariant a request's log-probs are the same bits alone, in company and however it is cut."""
+"""batch_invariant: log probs are bitwise equal alone, in a batch, and for any split of the prompt."""
 
 from __future__ import annotations
 

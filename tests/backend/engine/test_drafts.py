@@ -30,7 +30,7 @@ class DeviceDrafter:
         return np.full(count, -1, np.int32)
 
     def propose(self, known: list[int], seed: int, generated: int) -> list[int]:
-        """What the device has: a random number of tokens that follow, then others."""
+        """Return drafts: a random number that the device accepts, then wrong ones."""
         drafts: list[int] = []
         right = int(self.random.integers(0, MOST_QUERIES))
         for i in range(MOST_QUERIES - 1):

@@ -109,7 +109,7 @@ def test_forks_get_the_tokens_of_a_run_on_their_own(overlap: bool, data: st.Data
 
 
 def decoding(run: Run, steps: int, max_tokens: int = 20) -> Sequence:
-    """The sequence of a request of PROMPT, after so many tokens."""
+    """Return the sequence of a request of PROMPT after this many tokens."""
     run.submit(1, PROMPT, max_tokens=max_tokens)
     for _ in range(steps):
         run.step()
@@ -137,7 +137,7 @@ def copies_of(run: Run) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 def test_a_fork_shares_its_blocks_until_one_of_the_two_writes() -> None:
     run = Run(limits())
-    parent = decoding(run, steps=6)  # 5 + 6 tokens, of which 10 are in the cache: 2 full blocks and a half
+    parent = decoding(run, steps=6)  # 10 of 5 + 6 tokens are in the cache: 2 full blocks and a half
     held = list(parent.blocks)
     child = run.scheduler.fork(parent, 1)
     assert child.stage is Stage.DECODE and child.blocks == held

@@ -1,4 +1,4 @@
-"""What a GPU engine runs before it serves: the largest steps that its limits allow, and none beyond them."""
+"""The warm-up of a GPU engine: the largest steps within its limits, and none beyond them."""
 
 from __future__ import annotations
 

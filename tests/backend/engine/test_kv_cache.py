@@ -107,7 +107,7 @@ def test_beams_share_and_copy_blocks_with_their_scales(format: str, blocks: int)
 @FORMATS
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_a_prefix_is_rounded_in_the_cache(family: str, format: str) -> None:
-    """In one batch with the same prompt without it; embeddings of tokens give what the tokens give."""
+    """It shares a batch with the same prompt without a prefix; embeddings of tokens act like the tokens."""
     model = FAMILIES[family]()
     offline, vocab = offline_engine(model, kv_cache_dtype=format), model.config.vocab_size
     ids = prompts_of([17], vocab, seed=6)[0]

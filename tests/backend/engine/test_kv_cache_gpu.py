@@ -63,7 +63,7 @@ def test_fp32_tokens_are_those_of_the_cpu(make, most: int, format: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_16_bit_logits_differ_by_no_more_than_both_round(make, dtype: str, most: int, format: str) -> None:
-    """Of the first tokens, and of later ones while the tokens are the same; with graphs and without."""
+    """Compares the first tokens, and later ones while the tokens are equal, with graphs and without."""
     model = make()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     params = SamplingParams(max_tokens=NEW)

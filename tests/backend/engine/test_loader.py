@@ -13,7 +13,7 @@ from tridecode.backend.engine.device.file_weights import _AHEAD, _THREADS, Uploa
 
 
 class HostUploader(Uploader):
-    """What is read is what a device would have."""
+    """Keeps the uploads in host memory, as a device would have them."""
 
     def _upload(self, name: str) -> torch.Tensor:
         return self._read(name)
@@ -28,7 +28,7 @@ def wait_until(condition) -> None:
 
 @pytest.mark.parametrize("ahead_of_turn", range(_AHEAD - 2, _AHEAD + _THREADS + 2))
 def test_a_tensor_asked_for_before_its_turn_needs_no_room(ahead_of_turn) -> None:
-    """BLOOM's last norm is asked for third; with four layers it is the first that finds no room."""
+    """BLOOM's last norm is read third; with four layers it is the first that finds no room."""
     read: list[str] = []
     names = [str(number) for number in range(_AHEAD + 2 * _THREADS)]
     uploader = HostUploader(

@@ -1,4 +1,4 @@
-"""Whether tensor ranks sum through peer memory: where one of them cannot, all sum through NCCL and say why.
+"""Tensor ranks sum through peer memory; if one of them cannot, all sum through NCCL and log the reason.
 
 Ranks are threads here, and PeerSums is a stand-in with the same handles: nothing is summed.
 """
@@ -68,7 +68,7 @@ class Sums:
 
 
 def gpu(shared: bool) -> Cuda:
-    """Operations of a GPU, of which only the properties are read."""
+    """Operations of a GPU; only their properties are read."""
     ops = Cuda.__new__(Cuda)
     ops.gpu = SimpleNamespace(gemm_device=SimpleNamespace(shared=shared))  # type: ignore[assignment]
     return ops

@@ -105,7 +105,7 @@ def test_a_preempted_sequence_is_computed_again_from_its_table(family: str) -> N
 
 
 def test_penalties_and_bad_words_know_no_virtual_tokens() -> None:
-    """As a prompt of the same embeddings would, without the ids: the penalty of id 0 is not changed."""
+    """A prompt of the same embeddings has no ids either: the penalty of id 0 does not change."""
     model = FAMILIES["llama"]()
     offline, vocab = offline_engine(model), model.config.vocab_size
     prompt = prompts_of([6], vocab, seed=5)[0]

@@ -101,7 +101,7 @@ def _with_96_slots() -> Run:
 
 
 def _admitted(run: Run, steps: int) -> list[int]:
-    """How many sequences each of the next steps admits."""
+    """Return the number of sequences that each of the next steps admits."""
     found = []
     for _ in range(steps):
         before = run.scheduler.num_waiting

@@ -45,7 +45,7 @@ class Talk:
 
 
 def count_prompt_tokens(offline: OfflineEngine) -> list[int]:
-    """For each step from now on, the tokens of prompts that the engine computed."""
+    """Return a list that gets the number of prompt tokens of each later step."""
     counts: list[int] = []
     launch = offline.engine.launch
 

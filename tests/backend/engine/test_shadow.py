@@ -107,7 +107,7 @@ def jobs(vocab: int) -> list[Job]:
 
 
 def score(engine: Engine, job: Job) -> int:
-    """To its end; returns the number of slices."""
+    """Run a job to its end; return the number of slices."""
     slices = 0
     while not job.is_done:
         scorer_of(engine).advance(job)

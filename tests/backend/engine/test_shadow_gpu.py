@@ -37,7 +37,8 @@ def with_rounded_head(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("how", ["directory", "int8_mode", "int8_head"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_divergence_is_that_of_transformers(dtype: str, how: str, tmp_path: Path) -> None:
-    """Of all sequences together: rounding to 16 bit is in both runs and adds little to that of weights."""
+    """Compares the sum over all sequences: both runs round to 16 bit, which adds little to the weights'
+    rounding."""
     model = FAMILIES["llama"](num_key_value_heads=2, num_hidden_layers=2, tie_word_embeddings=False, **SIZES)
     # int8_mode and int8_head round what a directory holds: numbers of dtype
     model = model.to(getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[dtype])).float()

@@ -66,7 +66,7 @@ def test_many_slots_are_filled_at_once() -> None:
 
 
 def test_the_rule_never_idles_slots_for_good() -> None:
-    """With prompts longer than the mean so far, the budget follows the steps that ran."""
+    """If prompts are longer than the mean so far, the budget follows the steps that ran."""
     short = [[1] * 20] * 60 + [[1] * 400] * 60
     plain = simulate(short, [3] * 120, 16, COST)
     assert simulate(short, [3] * 120, 16, COST, spread_tokens=100).seconds < 1.05 * plain.seconds

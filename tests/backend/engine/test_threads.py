@@ -1,4 +1,4 @@
-"""How the engine's CPU threads wait, as libgomp itself reports it."""
+"""The wait policy of the engine's CPU threads, as reported by libgomp."""
 
 from __future__ import annotations
 

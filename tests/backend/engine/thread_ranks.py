@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """What the ranks of one engine share."""
+    """State shared by the ranks of one engine."""
 
     def __init__(self, tensor_size: int, num_stages: int):
         self.tensor_size, self.num_stages = tensor_size, num_stages

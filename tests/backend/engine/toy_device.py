@@ -149,7 +149,7 @@ class ToyDevice:
             self.drafts[slot] = self.propose(known, seed, generated)
 
     def _verify(self, plan: StepPlan, row: int, slot: int) -> list[int]:
-        """The samples of a decode row that the step keeps, -9 in place of the others."""
+        """The samples of a decode row that the step keeps, -9 instead of the others."""
         first, last = plan.query_starts[row], plan.query_starts[row + 1]
         given = plan.token_ids[first:last].tolist()
         assert 1 <= len(given) <= plan.queries and plan.samples[row] == len(given)

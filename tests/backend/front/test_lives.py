@@ -1,4 +1,4 @@
-"""What dies beside the service, and what it does then: clients leave, engines and workers die."""
+"""The service's reaction when clients leave, and when engines and workers die."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ TWO = '<tool_call>\n{"name": "tide", "arguments": {}}\n</tool_call>'
 
 
 class Script:
-    """What the engine generates: ids, then the end token."""
+    """The output of the engine: ids, then the end token."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

@@ -25,8 +25,9 @@ NEW = 10
 
 @dataclass(frozen=True)
 class Result:
-    """Of one checkpoint. error: largest difference of a logit up to the first token that differs, as a
-    share of the largest logit; margin: between transformers' two best logits there, 0 if none differs."""
+    """The result of one checkpoint. error: largest difference of a logit up to the first token that differs,
+    as a share of the largest logit; margin: between transformers' two best logits there, 0 if none
+    differs."""
 
     settings: dict[str, Any]
     prompts: int

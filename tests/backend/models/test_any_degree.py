@@ -17,7 +17,8 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 LENGTHS, NEW_TOKENS = [5, 1, 20], 4
-#: settings of LLaMA that ranks cannot just cut: fewer key/value heads than ranks, an MLP that is no multiple
+#: settings of LLaMA that ranks cannot just cut: fewer key/value heads than ranks, an MLP that is not a
+#: multiple
 UNEVEN = {
     "multi-query": {"num_key_value_heads": 1},
     "two-kv-heads": {"num_key_value_heads": 2},

@@ -65,7 +65,8 @@ def test_the_last_stage_sends_its_logits_to_rank_0(
 def test_beams_and_other_rows_of_a_step_are_the_same_on_all_ranks(
     pool: RankPool, tmp_path: Path, pipelined: bool
 ) -> None:
-    """Rank 0 gets the candidates from the last stage; the other rows of the step go on from their tokens."""
+    """Rank 0 gets the candidates from the last stage; the other rows of the step continue from their
+    tokens."""
     model = FAMILIES["gpt2"](**FAMILIES["gpt2"].shared)
     directory = tmp_path / "weights"
     plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)

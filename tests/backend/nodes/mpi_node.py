@@ -1,4 +1,5 @@
-"""A node of a job: meets the others over MPI as its supervisor would, and writes what was told."""
+"""A node of a job: meets the others over MPI as its supervisor would, and writes the messages that it
+receives."""
 
 from __future__ import annotations
 

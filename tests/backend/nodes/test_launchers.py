@@ -24,7 +24,10 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4",
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"}, (3, 4)),
         ({**SLURM, "PMIX_RANK": "2"}, (2, 4)),  # srun --mpi=pmix: the size of the step, not of the allocation
         (SLURM, (2, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "4"}, None),  # a batch script is no step
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "4"},
+            None,
+        ),  # a batch script is not a step
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun --pty bash
         ({**SLURM, "TRIDECODE_NODES": "none"}, None),  # servers of their own under srun
     ],

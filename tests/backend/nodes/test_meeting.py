@@ -1,4 +1,4 @@
-"""How nodes find node 0, and that only those with the secret reach it."""
+"""Nodes find node 0, and only nodes with the secret reach it."""
 
 from __future__ import annotations
 

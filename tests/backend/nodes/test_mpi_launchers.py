@@ -21,7 +21,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 
 
 def meet(name: str, folder: Path, **environment: str) -> list[dict]:
-    """What two nodes were told."""
+    """Return the messages that two nodes received."""
     own = {**os.environ, **environment}
     command = [*launcher(name), "-n", "2", sys.executable, str(NODE), str(folder)]
     done = subprocess.run(

@@ -44,7 +44,7 @@ class Pair:
         return self.worlds[node].door()
 
     def ensure(self, node: int) -> None:
-        """As a door does that does not hear its supervisor."""
+        """Ensure that the node has a supervisor, like a door that does not hear from one."""
         self._as(node)
         launch.ensure(str(self.worlds[node].engine_dir), self.worlds[node].server.pid)
 

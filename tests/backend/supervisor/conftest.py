@@ -33,7 +33,7 @@ def pids_with(argument: str) -> list[int]:
 
 
 class Door:
-    """What a door does with the supervisor: Hello, pings, and every EngineState kept."""
+    """A door's side of the connection: sends Hello and pings, and keeps every EngineState."""
 
     def __init__(self, control: str, server_pid: int, pid: int, shm_region: str = "") -> None:
         self.states: list[m.EngineState] = []

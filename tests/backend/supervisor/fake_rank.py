@@ -1,7 +1,7 @@
 """A rank without torch: it ties itself to the supervisor and then does what `<engine dir>/behaviour` says.
 
 behaviour: "ready" (the default), "loading" (never ready), "exit" (code 3 while starting), "refuse" (a fatal
-error), "stumble" (an error that is not fatal), "stuck" (ready, then in one step for ever), "deaf" (ready,
+error), "stumble" (an error that is not fatal), "stuck" (ready, then in one step indefinitely), "deaf" (ready,
 passes over Stop).
 """
 

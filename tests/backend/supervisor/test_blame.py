@@ -23,7 +23,7 @@ BROKEN = "the sum over the tensor ranks broke: Connection closed by peer [127.0.
 
 
 class Process:
-    """A process of which the test says how it is."""
+    """A process whose state the test sets."""
 
     pid = 4711
 

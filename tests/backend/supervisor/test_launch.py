@@ -1,4 +1,4 @@
-"""How doors find the one supervisor of their engine."""
+"""Doors find the one supervisor of their engine."""
 
 from __future__ import annotations
 

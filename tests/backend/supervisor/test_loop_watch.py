@@ -1,4 +1,5 @@
-"""A thread that hangs asleep is told from one that computes, waits for a core, or is computed for."""
+"""Distinguishes a thread that hangs asleep from one that computes, waits for a core, or waits for other
+threads."""
 
 from __future__ import annotations
 

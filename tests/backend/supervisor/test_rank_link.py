@@ -1,4 +1,4 @@
-"""What a rank's link says to the supervisor, and when it ends the process."""
+"""The messages of a rank's link to the supervisor, and the conditions under which it ends the process."""
 
 from __future__ import annotations
 

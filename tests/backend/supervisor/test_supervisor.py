@@ -1,4 +1,5 @@
-"""A real supervisor process over ranks without torch: what doors are told, and what is left behind."""
+"""A real supervisor process over ranks without torch: its messages to doors, and what remains after it
+ends."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def engine_events(ids: list[int], cuts: list[int], finish: str) -> list[Event]:
 
 
 class Run:
-    """One row through an Answer: its responses, and how often the engine was told to stop."""
+    """One row through an Answer: its responses, and the number of cancels sent to the engine."""
 
     def __init__(self, kind: str, events: list[Event], stop: tuple[str, ...] = (), streamed=True, echo=""):
         tokenizer = KINDS[kind]()

@@ -1,4 +1,4 @@
-"""What the families around LLaMA take from transformers' config, and what they refuse by name."""
+"""The settings that families related to LLaMA read from transformers' config, and those they refuse."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What llama.cpp's converter does to the tensors of each architecture, and the metadata that it writes.
+"""Applies llama.cpp's changes to the tensors of each architecture, and writes the same metadata.
 
-Source: llama.cpp, conversion/*.py. test_gguf_families.py asks llama.cpp itself whether they are right.
+Source: llama.cpp, conversion/*.py. test_gguf_families.py checks them against llama.cpp.
 """
 
 from __future__ import annotations

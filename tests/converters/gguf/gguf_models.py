@@ -241,9 +241,9 @@ def write_model(
     split: Callable[[str, np.ndarray], dict[str, np.ndarray]] = lambda name, weight: {name: weight},
     changed: Mapping[str, Any] | None = None,
 ) -> Path:
-    """keys: of the tokenizer, as gguf_files.write_vocabulary. kind: of matrices; None: as they are. fuse: q,
-    k and v are one. split: a tensor to those that are written. changed: metadata in place of the model's, or
-    beside it."""
+    """Write the model. keys: tokenizer metadata, as in gguf_files.write_vocabulary. kind: type of matrices;
+    None: unchanged. fuse: write q, k and v as one. split: maps a tensor to those that are written. changed:
+    metadata that replaces the model's, or is added to it."""
     changed = dict(changed or {})
     writer = gguf.GGUFWriter(path, changed.pop("general.architecture", case.architecture))
     usual(model.config, writer)

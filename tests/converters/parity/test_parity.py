@@ -130,7 +130,7 @@ def test_the_manifest_shows_every_change_after_conversion(tmp_path, mistake):
 
 @pytest.fixture
 def no_rounding_allowed(monkeypatch):
-    """As in a model that amplifies rounding: the usual bound does not hold."""
+    """Set the bound to 0, as if the model amplified rounding beyond the usual bound."""
     monkeypatch.setattr(parity_module, "_BOUNDS", dict.fromkeys(("fp32", "fp16", "bf16"), 1e-9))
 
 

@@ -83,7 +83,7 @@ def test_lists_in_the_config_are_read_and_compared(tmp_path: Path) -> None:
 
 
 def test_key_value_heads_may_differ_where_query_heads_do_not(tmp_path: Path) -> None:
-    """As in models of searched architectures: a layer of fewer key/value heads, each with more queries."""
+    """Models from architecture search have layers with fewer KV heads, each shared by more queries."""
     model = unpruned("llama", num_key_value_heads=4)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in ("k_proj", "v_proj"):  # the four heads of layer 1 become two, in pairs

@@ -1,4 +1,4 @@
-"""transformers' models wholly in float64: their norms, softmax and angles ask for float32 by name."""
+"""Runs transformers' models entirely in float64, although their norms, softmax and angles name float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InFloat64(TorchFunctionMode):
-    """While it is entered, what torch is told to compute in float32 is computed in float64."""
+    """Inside the context, operations that name float32 compute in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

@@ -140,7 +140,7 @@ def _is_product(name: str, shape: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
 def test_products_err_less_than_by_rounding(family: str, tmp_path: Path) -> None:
-    """Of the first layer, where all methods have the same inputs."""
+    """Compares the first layer, where all methods have the same inputs."""
     planned = planned_of(family, tmp_path / "m")
     draw = torch.randint(3, 331, (8, 40), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -192,7 +192,7 @@ def test_statistics_of_one_layer_are_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["int4-gptq", "w8a8-fp8-blocks-gptq"])
 def test_finished_layers_leave_the_memory(name: str, tmp_path: Path) -> None:
     """While the last of six layers runs, no more quantised matrices and 8-bit tensors live than one layer
-    has; afterwards none does, until one is asked for."""
+    has; afterwards none does, until one is read."""
     planned = planned_of("gpt2", tmp_path / "m", n_layer=6)
     model, held = planned.checkpoint.reference_model(torch.float32), []
 

@@ -229,7 +229,7 @@ def test_a_hessian_with_nan_is_refused() -> None:
 
 
 def outliers(seed: int) -> Tensor:
-    """Inputs of which a few are 30 times as large as the others."""
+    """Inputs, a few of them 30 times as large as the others."""
     x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x[:, [5, 37, 70]] *= 30
     return x

@@ -77,7 +77,7 @@ def smollm2() -> SmolLM2:
 
 @pytest.fixture(scope="module")
 def rounded(smollm2: SmolLM2) -> dict[str, float]:
-    """By format, the divergence of the model whose matrices are rounded to nearest."""
+    """Return the divergence of the model with matrices rounded to nearest, by format."""
     return {grid.format: smollm2.rounded(grid) for grid in GRIDS}
 
 

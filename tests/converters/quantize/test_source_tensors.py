@@ -24,7 +24,7 @@ def names_of(tensors: SourceTensors, layer: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("case", variants())
 def test_what_is_written_is_read_and_other_tensors_stay(case: str, tmp_path: Path) -> None:
-    """Also where several tensors lie in one parameter, as in Phi-3's gate_up_proj."""
+    """This also holds if several tensors share one parameter, as in Phi-3's gate_up_proj."""
     tensors = tensors_of(case, tmp_path / "m")
     wanted = {name: tensors.read(name) for name in tensors.names()}
     generator = torch.Generator().manual_seed(2)

@@ -78,7 +78,8 @@ def test_texts_and_seed_decide_the_result(tmp_path: Path) -> None:
 
 
 def test_the_errors_are_those_of_the_tuned_products(tmp_path: Path) -> None:
-    """On the inputs that the tuned model has. Nothing is folded: the exact matrix is the checkpoint's."""
+    """Errors are measured on the tuned model's inputs. Nothing is folded, so the checkpoint has the exact
+    matrix."""
     planned, sequences = planned_of("gpt2", tmp_path / "m"), sequences_of()
     method = replace(method_of("int4-tuned", GROUP, FEW), scales=None)
     result = calibrated(planned, method, sequences)

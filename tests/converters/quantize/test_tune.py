@@ -110,7 +110,7 @@ def outputs_of(layer: Module, model: Module, ids: list[int]) -> Tensor:
 
 
 def first_error(planned: PlannedConversion, result: Calibrated, sequences: list[list[int]]) -> float:
-    """Of the first layer's output, whose inputs are the exact model's: written out."""
+    """Return the error of the first layer's output, whose inputs are the exact model's."""
     errors: list[float] = []
     for ids in sequences:
         found, wanted = (first_outputs(planned, each, ids) for each in (result, None))
@@ -157,7 +157,7 @@ def test_tuning_changes_levels_scales_and_norms_and_no_zeros(tmp_path: Path) -> 
 
 
 def assert_same(one: Calibrated, other: Calibrated) -> None:
-    """To the bit."""
+    """Assert bitwise equality."""
     assert set(one.changed) == set(other.changed)
     for name, value in one.changed.items():
         found = other.changed[name]
@@ -238,12 +238,12 @@ def test_the_gradient_of_a_rounded_matrix_is_written_out() -> None:
                 wanted = factor * scale * 1.1 if within else 0.0
                 assert float(matrix.levels.grad[row, group, place]) == pytest.approx(wanted, abs=1e-12)
             assert float(matrix.changes.grad[row, group, 0]) == pytest.approx(of_scale, abs=1e-12)
-    assert (matrix.levels.grad[:, 2, 4:] == 0).all()  # columns 20 to 23 are no part of the matrix
+    assert (matrix.levels.grad[:, 2, 4:] == 0).all()  # columns 20 to 23 are padding
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bloom", "llama", "falcon-40b", "phi3", "gemma", "stablelm-12b"])
 def test_gradients_are_those_of_the_model_with_the_tensors_written_into_it(case: str, tmp_path: Path) -> None:
-    """Of scales and norms, by differences in float64."""
+    """Compares gradients of scales and norms with finite differences in float64."""
     planned = planned_of(case, tmp_path / "m")
     generator = torch.Generator().manual_seed(6)
     with InFloat64():

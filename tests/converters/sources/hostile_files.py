@@ -1,4 +1,4 @@
-"""Files that try to exhaust whoever reads them, one maker each: (folder) -> what is to be opened.
+"""Files that try to exhaust their reader. Each maker: (folder) -> the path to open.
 
 Each writes a few megabytes at most, or a file with a hole.
 """

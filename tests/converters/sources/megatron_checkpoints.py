@@ -137,7 +137,7 @@ def write_megatron(
 
 
 def core_names(whole: dict) -> dict[str, object]:
-    """Megatron core has one flat dict, and states of its kernels' library that are no tensors."""
+    """Megatron core has one flat dict, and states of its kernel library that are not tensors."""
     flat: dict[str, object] = {}
     language = whole["language_model"]
     for group in ("embedding", "output_layer"):

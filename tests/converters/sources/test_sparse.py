@@ -229,7 +229,7 @@ def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_container_without_compression_is_a_plain_checkpoint(tmp_path: Path) -> None:
-    """What llm-compressor writes for sparse weights that it was told not to compress."""
+    """llm-compressor writes such a container for sparse weights if compression is disabled."""
     model = sparsify(FAMILIES["llama"](), "2:4")
     save(model, tmp_path / "hf", tokenizer=False)
     rewrite_config(tmp_path / "hf", **container_config("dense"))

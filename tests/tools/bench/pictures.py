@@ -1,4 +1,4 @@
-"""What is drawn in a PNG file."""
+"""Reads the pixels of a PNG file."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_ratio_is_of_one_rounds_tokens_a_second() -> None:
 
 
 class FakeProc:
-    """A machine of which every figure is known: `/proc` in the form of proc(5), and a clock."""
+    """A machine with known figures: `/proc` in the form of proc(5), and a clock."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.seconds = directory, 100.0

@@ -151,7 +151,7 @@ def test_both_engines_answer_a_workload_and_the_ratio_is_of_their_rates(tmp_path
 
 
 def test_the_engine_holds_as_many_sequences_of_a_workload_as_were_asked_for(monkeypatch) -> None:
-    """As in a server with that many slots: a sequence that ends makes room for the next prompt."""
+    """A sequence that ends makes room for the next prompt, as in a server with that number of slots."""
     plans = []
     plan = Scheduler.plan
 

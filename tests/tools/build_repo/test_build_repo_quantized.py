@@ -73,7 +73,7 @@ def test_parity_tells_divergence_agreement_and_errors(tmp_path: Path) -> None:
 
 
 def test_a_poor_model_passes_its_floor_with_a_warning(tmp_path: Path) -> None:
-    """With random weights int4 changes most tokens: PARITY.json has one agreement, and null where no bound
+    """int4 changes most tokens of random weights: PARITY.json has one agreement, and null where no bound
     holds."""
     source = save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)
     printed = io.StringIO()

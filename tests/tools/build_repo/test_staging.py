@@ -1,4 +1,4 @@
-"""build-repo that was broken off goes on where it stopped, with the same result as in one run."""
+"""An interrupted build-repo continues where it stopped, with the same result as an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def pod_templates(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def every_container() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Where a container stands, its pod's spec, and itself; anything but one container a pod is a mistake."""
+    """Yield (place, pod spec, container) of every container; a pod must have exactly one."""
     for path in MANIFESTS:
         for document in documents(path):
             for place, template in pod_templates(document).items():
@@ -68,7 +68,7 @@ def instruction(name: str) -> str:
 
 
 def health_command() -> list[str]:
-    """What the image's health check runs."""
+    """Return the command of the image's health check."""
     return json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
 
 

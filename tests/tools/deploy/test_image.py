@@ -109,7 +109,7 @@ def test_the_context_has_the_packages_and_little_else():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """As the image makes it: of the context, with the library in its place."""
+    """Build the wheel as the image does, from its context with the library in place."""
     folder = tmp_path_factory.mktemp("image")
     for path in context():
         target = folder / "build" / path

@@ -216,7 +216,7 @@ def test_the_command_prints_both_accuracies_and_writes_them(server, checkpoint, 
 
 @pytest.fixture(scope="module")
 def repository(checkpoint, tmp_path_factory) -> Path:
-    """Made for three ranks, of which one process runs the whole."""
+    """The repository is made for three ranks; one process runs all of it."""
     folder = tmp_path_factory.mktemp("repository") / "models"
     options = ["--dtype", "fp32", "--tp", "3", "--no-parity"]
     done = CliRunner().invoke(

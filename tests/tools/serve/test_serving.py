@@ -28,7 +28,7 @@ HANGING = "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n"
 
 @pytest.fixture
 def fake_triton_on_path(tmp_path, monkeypatch) -> Iterator[Path]:
-    """Where to write a shell script that `serve` takes for tritonserver."""
+    """Yield the path of a shell script that `serve` runs as tritonserver."""
     base = Path(tempfile.mkdtemp(prefix="tdserve"))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     executable(tmp_path / "backends" / "python" / "triton_python_backend_stub", f"libpython{version}.so")

@@ -24,7 +24,7 @@ from tridecode.tools.bench.studies.floors import RUNS, table, traffic
     ],
 )
 def test_floors_of_512_tokens(name, quantization, cache, head, gigabytes, wanted) -> None:
-    """Those floors leave out the scales of an 8-bit cache, 3 %, and count logits in 16 bit."""
+    """These floors omit the scales of an 8-bit cache (3 %) and count logits in 16 bit."""
     chosen = PRESETS[name]
     model = replace(chosen.model, quantization=QUANTIZATIONS[quantization] if quantization else None)
     found = traffic(model, chosen.dtype, cache, head)
