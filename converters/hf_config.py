@@ -154,7 +154,7 @@ def _longrope(rope: dict[str, Any], hf: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-#: by rope_type: the fields of RopeConfig beside size and theta, from (rope_parameters, config)
+#: by rope_type: the fields of RopeConfig besides size and theta, from (rope_parameters, config)
 _ROPE_FIELDS: dict[str, Callable[[dict[str, Any], PreTrainedConfig], dict[str, Any]]] = {
     "default": lambda rope, hf: {},
     "linear": lambda rope, hf: {"factor": float(rope["factor"])},

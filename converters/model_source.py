@@ -19,7 +19,7 @@ from tridecode.backend.base.errors import CheckpointError
 ANSWER_S = 5.0  # seconds until a hub that does not answer counts as unreachable, including name resolution
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?")
 _FILES = (".gguf", ".nemo")
-_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
+_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # next to the weights
 _HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second pattern is used if no file matches the first
 
 

@@ -180,7 +180,7 @@ class Cuda:
         if batch.decode_queries > MOST_QUERIES or batch.sample_slots.shape[0] < count:
             raise ShapeError(
                 f"place_rows: rows of up to {batch.decode_queries} tokens and {batch.sample_slots.shape[0]} "
-                f"slots of {count} tokens; wanted at most {MOST_QUERIES} tokens a row, and a slot for each"
+                f"slots of {count} tokens; wanted at most {MOST_QUERIES} tokens per row, and a slot for each"
             )
         contiguous("place_rows", ("block_tables", tables), ("drafts", state.drafts))
         self.gpu.library.place_rows(

@@ -149,7 +149,7 @@ class Batch:
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
     decode_queries: int = 1  # tokens of the longest decode row, or an upper bound
-    decode_tokens: int = -1  # of all decode rows, with padding; -1: one a row
+    decode_tokens: int = -1  # of all decode rows, with padding; -1: one per row
     verifies: bool = False  # decode rows are placed and verified (Ops.place_rows, Ops.verify)
     #: values derived once per step and used by several layers; every Batch has its own
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from tridecode.kernels.library import structures
 #: one slot, a structured numpy dtype whose fields are those of the C struct
 SLOT = np.dtype(structures(source("sampling_state.h").read_text())["tridecode_sampling_slot"])
 _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
-#: values in place of a token: the row's logits are not finite; every id is impossible
+#: values instead of a token: the row's logits are not finite; every id is impossible
 BROKEN_LOGITS, NO_TOKEN = -1, -2
 MOST_COUNTED = 32_767  # maximum count of a token for penalties
 #: maximum number of draft tokens after a sequence's newest token

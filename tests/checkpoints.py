@@ -58,7 +58,7 @@ TEXTS = [
 
 
 def _settle(model: PreTrainedModel, seed: int, norm_centre: float = 1.0) -> PreTrainedModel:
-    """Draw every parameter anew from `seed`; keeps what is tied tied. norm_centre: mean of norms' weights."""
+    """Draw every parameter again from `seed`; keep what is tied tied. norm_centre: mean of norms' weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,7 +82,7 @@ class FamilyCase:
     or to q, k and v; {i} is a layer. heads: how transformers stores query_key_value:
     "joined" as we do, "by head", "apart", or a function (transformers' config, q (in, H * D), k, v
     (in, K * D)) to the arrays of `names`, each (in, out). ini: the fields of ModelConfig that config.ini
-    keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
+    keeps besides the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
     or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
     matrices are (out, in), those of Linear, and not (in, out), of Conv1D. A name that ends in #0, #1, … is
     that part of a module's rows. stored: (transformers' config, state dict) to the part of it that the files

@@ -136,8 +136,8 @@ def command(
 
 
 def run(words: Sequence[str], part: str, beside: bool = False) -> tuple[int, Closing, bytes]:
-    """Return exit code, counts and seconds of pytest, and its output if another part runs beside this one and
-    prints; the output goes to ours as it comes otherwise."""
+    """Return exit code, counts and seconds of pytest, and its output if another part runs next to this one
+    and prints; the output goes to ours as it comes otherwise."""
     environment = dict(os.environ)
     # hundreds of processes import our modules: compile each once
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -175,7 +175,7 @@ def after_second_run(first: Closing, second: Closing) -> Closing:
 def run_parts(
     chosen: Sequence[str], given: Sequence[str], nightly: bool = False
 ) -> list[tuple[int, Closing]]:
-    """Run the parts, beside each other if there are two, then what failed; a code and counts of each."""
+    """Run the parts, at the same time if there are two, then what failed; a code and counts of each."""
     beside = len(chosen) > 1 and processes("parallel") > 1 and not os.environ.get("WORKERS")
     with ExitStack() as stack:
         caches = [stack.enter_context(tempfile.TemporaryDirectory(prefix="tests-")) for _ in chosen]

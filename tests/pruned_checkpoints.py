@@ -172,7 +172,7 @@ def _prune_layer(layer: _Layer, cut: Cut, pruned: Pruned) -> None:
     for name, weight, bias in zip(names, weights, biases):
         layer.put(pruned, name, weight, bias[0])
     attention = dense.rpartition(".")[0]
-    for kind, chosen in (("q", kept), ("k", used)):  # norms of single heads, as StableLM's, are numbered anew
+    for kind, chosen in (("q", kept), ("k", used)):  # norms of single heads, as StableLM's, are renumbered
         norms = f"{attention}.{kind}_layernorm.norms."
         pruned.gone.update(name for name in layer.state if name.startswith(norms))
         for place, head in enumerate(chosen):

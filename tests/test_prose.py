@@ -32,6 +32,12 @@ def found(tmp_path, name: str, text: str) -> list[str]:
         "# the rank waits for ever\n",
         "# doors are told of the end\n",
         "# whoever reads it\n",
+        "# a float in place of an integer\n",
+        "# a file beside the weights\n",
+        "# 5.3 ms a step\n",
+        "# values, one a row\n",
+        "# tokens that are on their way\n",
+        "raise ValueError('beside the weights there are none')\n",
     ],
 )
 def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
@@ -50,6 +56,9 @@ def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
         "# save the file\n",
         "# the answer goes on to the next door\n",
         "# in one thread\nx = 1\n",
+        "# this value is no better than the other\n",
+        "# from 64 tokens on, a row takes two blocks\n",
+        "print('in place of')\n",
         "x = 1  # whether it fits\n",
     ],
 )
@@ -79,3 +88,16 @@ def test_an_opening_is_found_in_cuda(tmp_path, text):
 )
 def test_cuda_that_is_fine_raises_no_alarm(tmp_path, text):
     assert found(tmp_path, "a.cuh", text) == []
+
+
+def test_a_page_is_checked_without_its_code(tmp_path):
+    page = "Text of a\nfile beside the weights.\n\n- `in place of`\n- in [place of](x.md) it\n"
+    assert found(tmp_path, "a.md", page) == [
+        f'{tmp_path / "a.md"}:1: \'beside\', say "next to", "with" or "besides": '
+        "'Text of a file beside the weights.'"
+    ]
+    assert found(tmp_path, "b.md", "There are\nno files.\n\n```\nfiles beside\n```\n") == []
+
+
+def test_a_word_is_left_in_cuda(tmp_path):
+    assert found(tmp_path, "a.cuh", "// a copy in place of a load\nint a;\n") == []

@@ -168,7 +168,7 @@ def _mark_final(messages: list[dict[str, Any]]) -> str:
     parts = content if isinstance(content, (list, tuple)) else []
     last = next((i for i in reversed(range(len(parts))) if "text" in parts[i]), None)
     if last is None:
-        raise FieldError("continue_final_message", "is true, and the last message has no text to go on with")
+        raise FieldError("continue_final_message", "is true, and the last message has no text to continue")
     text = str(parts[last]["text"])
     messages[-1]["content"] = [*parts[:last], {**parts[last], "text": text + _TAG}, *parts[last + 1 :]]
     return text

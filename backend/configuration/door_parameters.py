@@ -239,7 +239,7 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
 
 #: keys that neither doors nor engine read: key -> meaning, for the guide
 OTHER_PARAMETERS = {
-    "model_type": "FasterTransformer's name of the network; `config.ini` beside the weights decides",
+    "model_type": "FasterTransformer's name of the network; `config.ini` in the weight directory decides",
     "model_checkpoint_path": "the weight directory; a relative path starts from the version folder",
     "EXECUTION_ENV_PATH": "of Triton's python backend",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "of Triton's python backend",

@@ -48,7 +48,7 @@ def check(name: str, tensor: Any, array: np.ndarray) -> None:
     if array.size == 0 and hasattr(tensor, "shape"):
         shape = list(tensor.shape())
         if shape != list(array.shape):
-            raise RequestError(f"{name} has shape {shape}; no memory holds so many elements")
+            raise RequestError(f"{name} has shape {shape}; this is more than any memory holds")
 
 
 def install() -> None:

@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--meeting", help="tcp://HOST:PORT of rank 0 (default: a file beside the endpoint)")
+    parser.add_argument("--meeting", help="tcp://HOST:PORT of rank 0 (default: a file next to the endpoint)")
     parser.add_argument(
         "--meeting-fd", type=int, help="rank 0: file descriptor of the socket that listens there"
     )
@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_ranks(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device, joining: Joining
 ) -> Ranks:
-    """Join the ranks. Those of one node meet through a file beside rank 0's socket."""
+    """Join the ranks. Those of one node meet through a file next to rank 0's socket."""
     if config.tensor_para_size * config.pipeline_para_size == 1:
         return SingleRank()
     url = arguments.meeting or "file://" + arguments.endpoint.removeprefix("ipc://") + ".ranks"

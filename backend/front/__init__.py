@@ -1,1 +1,1 @@
-"""The OpenAI service: HTTP beside Triton, on the engine's own socket. No torch, no Triton here."""
+"""The OpenAI service: HTTP next to Triton, on the engine's own socket. No torch, no Triton here."""

@@ -34,7 +34,7 @@ class FrontArguments:
     """The options of the front, with the names that `tridecode front` gives them.
 
     owner: "PID:START" of the server whose life the engine shares; "": that of a running server of this
-    repository, else this process. limit_seconds: in place of the limits of time of FrontSettings, for tests.
+    repository, else this process. limit_seconds: instead of the limits of time of FrontSettings, for tests.
     """
 
     repository: Path

@@ -18,7 +18,7 @@ Steps = Sequence[tuple[int, TopLogProbs]]
 def completion_logprobs(
     steps: Steps, count: int, texts: TokenTexts, offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """count: of the most likely tokens that are wanted. offsets: of the text, behind the earlier steps."""
+    """count: number of most likely tokens. offsets: of the text, behind the earlier steps."""
     found = CompletionLogprobs([], [], [] if count else None, [])
     for token, top in steps:
         text = completion_label(texts, token)

@@ -15,7 +15,7 @@ class PromptScores:
     """One prompt. The logits at token i are those of token i + 1; each part of them is dropped once read."""
 
     def __init__(self, ids: Sequence[int], count: int, vocab_size: int):
-        """count: of the most likely tokens that are wanted at each position."""
+        """count: number of most likely tokens at each position."""
         self._ids, self._count, self._vocab_size = list(ids), count, vocab_size
         self._log_probs: list[float | None] = [None]  # the first token follows nothing
         self._best: list[list[tuple[int, float]]] = [[]]

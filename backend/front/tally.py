@@ -33,7 +33,7 @@ class Row:
 
 
 class Tally:
-    """The rows of a request, those of one prompt beside each other, `sequences` each."""
+    """The rows of a request, those of one prompt next to each other, `sequences` each."""
 
     def __init__(self, prompts: int, sequences: int):
         self.rows = [Row() for _ in range(prompts * sequences)]

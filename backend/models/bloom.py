@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi in place of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
+"""BLOOM: ALiBi instead of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
 BigScience 2022.
 """
 

@@ -36,7 +36,7 @@ KEYS = {
     "has_positional_encoding": "whether positions are a learned table",
     "has_pre_decoder_layernorm": "whether a norm follows the embedding",
     "has_post_decoder_layernorm": "whether a norm precedes the head",
-    "has_mlp_layernorm": "whether the MLP has a norm of its own beside attention's",
+    "has_mlp_layernorm": "whether the MLP has a norm of its own, besides that of attention",
     "has_adapters": "NeMo's adapters in the network: refused",
     "expert_num": "experts of an MLP: more than one are refused",
     "moe_layers": "layers whose MLP has experts: refused",

@@ -55,7 +55,7 @@ class TextService:
         chat_template: Path | None = None,
     ):
         """stop_ids: ids that end a text in addition to the model's. max_prompt_bytes, max_request_bytes:
-        limits of `submit`; None: see text_limits. chat_template: a file, in place of the tokenizer folder's.
+        limits of `submit`; None: see text_limits. chat_template: a file, instead of the tokenizer folder's.
         """
         self.engine, self.tokenizer = engine, tokenizer
         self._stop_ids = tuple(stop_ids)

@@ -90,7 +90,7 @@ class FrontProcess:
                 _log.info("the OpenAI service (pid %d) is found again", master)
 
     def look(self, now: float) -> None:
-        """Start the service where it is wanted and does not run."""
+        """Start the service if it is enabled and not running."""
         if self._process is not None and not processes.alive(self._process):
             self._bury(now)
         if self._process is None and self._options.port and now >= self._start_at:

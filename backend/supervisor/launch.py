@@ -46,7 +46,7 @@ def ensure(
     tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. number: index of
     the engine in instance_group. Any number of doors may call concurrently. A door that gets no EngineState
         for SILENCE_S should call again and reconnect: the supervisor was killed, is frozen or is about to
-    exit. replacing(reason): called before a new supervisor is started in place of one that was killed or does
+    exit. replacing(reason): called before a new supervisor is started instead of one that was killed or does
     not answer; its engine ends with it. Blocks for as long as a supervisor takes to start, START_S at most.
     Raises EngineDownError if it does not start or the server is stopping, ConfigError if the setting is
     wrong.

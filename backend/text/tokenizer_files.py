@@ -1,4 +1,4 @@
-"""A tokenizer folder as transformers writes it: tokenizer.json, and the end token in the files beside it."""
+"""A tokenizer folder as transformers writes it: tokenizer.json, and the end token in the files next to it."""
 
 from __future__ import annotations
 

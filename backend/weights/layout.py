@@ -97,7 +97,7 @@ class WeightSpec:
             if self.pairs and world > 1 and not heads and share_size(2 * part, world, self.padded) % 2:
                 raise ConfigError(
                     f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: a rank would "
-                    f"have an odd number of its {2 * part} columns, of which a byte holds two"
+                    f"have an odd number of its {2 * part} columns; a byte holds two"
                 )
 
     def share_sizes(self, world: int) -> list[int]:

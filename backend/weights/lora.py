@@ -1,7 +1,7 @@
 """LoRA adapters: their names, PEFT's adapter_config.json, and lora_targets.json. No torch.
 
 An adapter is a directory as PEFT saves it. Its tensors belong to modules of the source checkpoint;
-lora_targets.json, which the converter writes beside the weights, maps the outputs of each module to the
+lora_targets.json, which the converter writes next to the weights, maps the outputs of each module to the
 outputs of our matrices. docs/guides/adapters.md has both formats.
 """
 

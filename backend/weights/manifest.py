@@ -26,7 +26,7 @@ MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = "conversion.journal"
 #: changes with the meaning of manifest.json
 MANIFEST_FORMAT = "tridecode-weights-1"
-#: prompt-learning tables may be stored beside a model's tensors
+#: prompt-learning tables may be stored next to a model's tensors
 PROMPT_TABLES = "model.prompt_table."
 
 _MAX_BYTES = 64 << 20  # of manifest.json; 4 MB for 176B parameters over 8 ranks

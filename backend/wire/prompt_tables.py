@@ -15,6 +15,6 @@ def virtual_ids(vocab_size: int, rows: int) -> np.ndarray:
 
 def not_finite(values: np.ndarray, largest: float) -> tuple[int, ...] | None:
     """Return the index of the first value that is NaN or beyond `largest`; None if all are valid."""
-    # a NaN compares false; NumPy 2 would make `largest` a float16 beside float16 values, which is infinite
+    # a NaN compares false; NumPy 2 would make `largest` a float16 next to float16 values, which is infinite
     fine = np.abs(values) <= np.float64(largest)
     return None if fine.all() else tuple(np.argwhere(~fine)[0].tolist())

@@ -78,7 +78,7 @@ class SourceTensors:
                 held.copy_(torch.where(own[source], values, held) if source in own else values)
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Map each source to the parameter values from which `read` makes this tensor; 0 in place of other
+        """Map each source to the parameter values from which `read` makes this tensor; 0 instead of other
         tensors. Differentiable; views of the tensor if the rule returns views.
         """
         if tensor.ndim == 1:  # Gemma's norms: 1 + w

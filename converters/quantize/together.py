@@ -89,7 +89,8 @@ class Together:
         tuning: Tuning,
         progress: Callable[[float], None] = lambda share: None,
     ) -> dict[str, QuantizedWeight | Tensor]:
-        """Train and return the matrices and norms by name. The model's own tensors are changed on the way.
+        """Train and return the matrices and norms by name. The model's own tensors are changed during the
+        training.
 
         Raises CheckpointError if the divergence is not finite. On one device the result depends only on the
         arguments.

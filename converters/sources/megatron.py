@@ -209,7 +209,7 @@ def _integer(values: Mapping[str, Any], key: str, default: int, path: Path) -> i
 
 
 def end_id(path: Path) -> int | None:
-    """The id of <|endoftext|> in a vocab.json beside the ranks, else GPT-2's, as FasterTransformer does."""
+    """The id of <|endoftext|> in a vocab.json next to the ranks, else GPT-2's, as FasterTransformer does."""
     if not (path / "vocab.json").is_file():
         return _GPT2_END
     found = read_json(path / "vocab.json").get("<|endoftext|>")

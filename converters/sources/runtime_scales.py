@@ -1,4 +1,4 @@
-"""Scales of activations and of the KV cache that a checkpoint stores beside its weights.
+"""Scales of activations and of the KV cache that a checkpoint stores next to its weights.
 
 An engine that quantises activations or its cache with static scales needs them; this one measures its scales
 while it runs. Every tool spells their names in its own way: docs/reference/quantized_checkpoints.md.

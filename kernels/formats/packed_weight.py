@@ -100,7 +100,7 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
     if weight.activations:
         return f"activations in {weight.activations}"
     if weight.columns % 8:
-        return f"{weight.columns} inputs, which are no multiple of 8"
+        return f"{weight.columns} inputs, which is not a multiple of 8"
     if weight.groups is not None and not _may_be_sorted(weight):
         return "groups that are not consecutive inputs"
     if weight.format != "int4":

@@ -18,7 +18,7 @@ VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m
 #: format of activations -> largest magnitude of a quantised value
 ACTIVATION_LIMITS = {"int8": 127.0, "fp8": 448.0}
 
-_EXPANDED_TOGETHER = 1 << 24  # weights; temporary tensors stay small beside a large matrix
+_EXPANDED_TOGETHER = 1 << 24  # weights; temporary tensors stay small compared with a large matrix
 
 
 @dataclass(frozen=True)

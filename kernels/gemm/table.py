@@ -43,7 +43,7 @@ from tridecode.kernels.gemm.table_sm90 import (
     stream_k_plan,
 )
 
-#: above this many tokens a weight in int8 rows is dequantised to 16 bit before the GEMM, unless x is
+#: above this many tokens, a weight in int8 rows is dequantised to 16 bit before the GEMM, unless x is
 #: quantised
 TWO_PARTS_TOKENS = 512
 

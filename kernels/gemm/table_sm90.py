@@ -75,7 +75,7 @@ FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
 #: 28672 x 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
 FP8_BLOCK_LIBRARY_TOKENS = 65
 #: chained-GEMM kernel (gemm/chain.py): the most tokens of a launch, for dense products with a hidden size of
-#: at most CHAIN_OUTPUTS; one token for all others. ms a step on an H200, chained and as single products, at
+#: at most CHAIN_OUTPUTS; one token for all others. ms per step on an H200, chained and as single products, at
 #: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
 #: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
 CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024

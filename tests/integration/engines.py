@@ -1,4 +1,4 @@
-"""A second engine beside the first one of a repository: the same weights at another degree."""
+"""A second engine next to the first one of a repository: the same weights at another degree."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_greedy_rows_of_merged_requests_are_transformers(stack: Stack) -> None:
 
 
 def test_a_bad_request_in_a_merged_batch_ends_alone(stack: Stack) -> None:
-    """Every refusal of tests/integration/test_refusals.py, with controls beside it."""
+    """Every refusal of tests/integration/test_refusals.py, with control requests at the same time."""
     controls = requests_of(2, seed=2)
     base = token_inputs([[5, 9, 11], [7, 4]], [4, 4])
     alone = [stack.ask_all([request])[0] for request in controls]

@@ -1,4 +1,4 @@
-"""Conversations through the real server and engine, over two tensor ranks, beside plain requests."""
+"""Conversations through the real server and engine, over two tensor ranks, together with plain requests."""
 
 from __future__ import annotations
 

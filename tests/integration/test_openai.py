@@ -1,4 +1,4 @@
-"""The OpenAI service beside the real server, which starts and ends it, with the texts of the text model."""
+"""The OpenAI service next to the real server, which starts and ends it, with the texts of the text model."""
 
 from __future__ import annotations
 

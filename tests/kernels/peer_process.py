@@ -220,7 +220,7 @@ def special_numbers(rank, world, exchange) -> str:
 
 @torch.inference_mode()
 def replayed(rank, world, exchange) -> str:
-    """Many sums of differing data and numbers of rows in a graph, replayed beside sums without one. Of more
+    """Many sums of differing data and numbers of rows in a graph, replayed next to sums without one. Of more
     than two ranks, one shot and two alternate."""
     turns = None if world == 2 else PeerLimits(8, one_shot=3 * 512, two_shots=8 * 512)
     sums = make(rank, world, exchange, 8, 256, torch.bfloat16, turns)

@@ -38,8 +38,8 @@ def random_state(
     top_ks: Sequence[int] = (0, 0, 1, 2, 5, 40),
     **always: Any,
 ) -> SamplingState:
-    """Slots with every setting mixed, a history, counts of it and bad words. top_ks: beside the largest ones.
-    always: columns of all slots."""
+    """Slots with every setting mixed, a history, counts of it and bad words. top_ks: besides the largest
+    ones. always: columns of all slots."""
     state = SamplingState.allocate(SLOTS, HISTORY, vocab, 8, device)
     for slot in range(rows):
         ks = [*top_ks, vocab - 1, vocab, vocab + 9]

@@ -14,7 +14,7 @@ from tests.kernels.sampling_states import SLOTS, cloned, cut, random_state
 from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels.sampling_state import SamplingState
 
-#: beside vocab - 1 and more: greedy, of few and of more than are listed as candidates
+#: next to vocab - 1 and more: greedy, of few and of more than are listed as candidates
 TOP_KS = (0, 0, 0, 1, 2, 5, 40, 300, 1100, 3000)
 
 

@@ -207,7 +207,7 @@ def test_swiglu(place: Place, tokens: int, inner: int, dtype: torch.dtype):
 @pytest.mark.parametrize("tokens", [1, 20, 70, 600])
 @pytest.mark.parametrize("activation", [None, "swiglu", "geglu", "silu"])
 def test_what_no_epilogue_has_follows_the_product(place: Place, activation: str | None, tokens: int):
-    """A residual beside a gate, activations of torch's, results at any address."""
+    """A residual next to a gate, activations of torch's, results at any address."""
     dtype, inner = torch.float16, 184
     linear = make_linear(place, 144, 2 * inner, dtype)
     x = place.normal(tokens, 144, dtype=dtype)

@@ -333,7 +333,7 @@ def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, format: str, 
 def test_what_no_epilogue_has_follows_the_product(
     place: Place, activation: str | None, tokens: int, format: str
 ):
-    """A residual beside a gate, activations of torch's, results in float32 or at any address."""
+    """A residual next to a gate, activations of torch's, results in float32 or at any address."""
     dtype, inner = torch.float16, 184
     linear = make_linear(place, 144, 2 * inner, dtype, format)
     x = place.normal(tokens, 144, dtype=dtype)

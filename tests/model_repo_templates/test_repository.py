@@ -36,7 +36,7 @@ OPTIONS = {
     },
     "tokens": {"contracts": ["tensorrt_llm", "tensorrt_llm_tokens"], "decoupled": ["tensorrt_llm_tokens"]},
 }  # fmt: skip
-#: what our models take beside the contracts; all optional
+#: what our models take besides the contracts; all optional
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
              "priority", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids", "add_special_tokens",
@@ -124,7 +124,7 @@ OUR_OUTPUTS = {
 }
 
 
-#: flat for any number of rows, as TensorRT-LLM sends them. With one axis declared beside the batch's,
+#: flat for any number of rows, as TensorRT-LLM sends them. With one axis declared next to the batch's,
 #: Triton would put an axis of 1 before them, because our postprocessing has no batch axis of Triton's.
 FLAT_TEXTS = {("tensorrt_llm_postprocessing", "OUTPUT"), ("tensorrt_llm_ensemble", "text_output")}
 

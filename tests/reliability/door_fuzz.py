@@ -3,7 +3,7 @@
     python -m tests.reliability.door_fuzz --report build/door_fuzz.md --mixed 2000 --seed 7
 
 The doors run on the fake of Triton's utilities, in front of the real engine on a tiny GPT-2. Requests are
-sent beside a control request. Each ends in one clean error that names its field, or in one answer; a greedy
+sent next to a control request. Each ends in one clean error that names its field, or in one answer; a greedy
 answer is compared with transformers' tokens, and the control is compared bit by bit. The report has a line
 for each case, to be read.
 """
@@ -44,7 +44,7 @@ from tridecode.model_repo_templates.repository import CONTRACTS  # noqa: E402
 END_ID = 0
 LIMIT_S = 10.0
 COMPARED = "as transformers"
-TOGETHER = 8  # cases beside one control
+TOGETHER = 8  # cases next to one control
 #: an error says what was wanted, or what to do
 REMEDY = re.compile(
     r"wanted|accepts|leave it out|needs|send |did you mean|would allow|do not belong|start it again"
@@ -194,7 +194,7 @@ class DoorFuzz:
         return fake_triton.InferenceRequest(arrays, label, parameters, correlation_id=key)
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Cases of one door, all at once, and beside them the door's control. If it changed, one by one."""
+        """Cases of one door, all at once, and next to them the door's control. If it changed, one by one."""
         name = cases[0].door
         door, unary = self.doors[name], ENTRIES[name].unary
         if name not in self.references:

@@ -1,4 +1,4 @@
-"""Requests drawn from the schema of every model and then spoilt, over gRPC and HTTP, beside controls.
+"""Requests drawn from the schema of every model and then spoilt, over gRPC and HTTP, together with controls.
 
     python -m tests.reliability.fuzz --seed 7 --count 100000 --minutes 15
     python -m tests.reliability.fuzz --seed 7 --index 4711          one of them again
@@ -705,7 +705,7 @@ class FuzzResult:
 
 
 class Fuzzer:
-    """Sends the requests of a seed to one server, controls beside them."""
+    """Sends the requests of a seed to one server, with controls at the same time."""
 
     def __init__(self, service: Service, clients: Clients, seed: int) -> None:
         self.service, self.clients = service, clients

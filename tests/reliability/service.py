@@ -49,7 +49,7 @@ def build_repository(
 ) -> Path:
     """A repository of a LLaMA with 2 layers of 48, 1,024 positions, 331 tokens; cut for `ranks` ranks.
 
-    contracts: served beside each other; the first one that has a name keeps it.
+    contracts: served together; the first one that has a name keeps it.
     """
     settings = {
         "cache_bytes": 64 << 20,

@@ -1,4 +1,4 @@
-"""The long run: faults under 80 streams, fuzz beside traffic, slow readers, floods, and a leak test.
+"""The long run: faults under 80 streams, fuzz next to traffic, slow readers, floods, and a leak test.
 
     python -m tests.reliability.soak --minutes 60 --seed 1 --report soak.json --report soak.md
 

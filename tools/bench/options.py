@@ -27,7 +27,7 @@ Preset = Annotated[
     ),
 ]
 Model = Annotated[
-    Optional[Path], typer.Option(help="A repository or weight directory in place of the preset.")
+    Optional[Path], typer.Option(help="A repository or weight directory instead of the preset.")
 ]
 Dtype = Annotated[Optional[str], typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

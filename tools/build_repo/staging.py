@@ -23,7 +23,7 @@ _WORTH_KEEPING = 1 << 30
 
 @contextmanager
 def staged(output: Path, kept: Path) -> Iterator[Path]:
-    """A folder beside `output` that is renamed to it when the block ends, and removed if it fails.
+    """A folder next to `output` that is renamed to it when the block ends, and removed if it fails.
 
     kept: of the folder's contents, the weight directory. If it holds more than a GiB and the block is
     interrupted or the disk fails, it stays for the next call. Raises ConfigError if another process builds

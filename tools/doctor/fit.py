@@ -159,7 +159,7 @@ def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit
         "warning",
         where,
         f"{config.max_loras} adapters of rank {config.max_lora_rank} take up to {in_words(adapters)}; "
-        f"{in_words(max(place.memory - used, 0))} are left beside the cache",
+        f"{in_words(max(place.memory - used, 0))} are left next to the cache",
         "room for max_loras adapters",
         f"Lower max_loras or max_lora_rank, or set memory_fraction to {percent / 100:g}.",
     )
@@ -170,7 +170,7 @@ def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
     for feature in BACKGROUND:
         without = replace(config, **{feature.switch: 0})  # type: ignore[arg-type]
         if without != config and fit(model, without, place).fits:
-            return f"Set {feature.switch} to 0: {feature.memory} does not fit beside the model."
+            return f"Set {feature.switch} to 0: {feature.memory} does not fit next to the model."
     if config.cache_bytes is not None:
         room = fit(model, replace(config, cache_bytes=None), place)
         if room.fits:

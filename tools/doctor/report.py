@@ -42,9 +42,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         for gpu in cuda.visible or cuda.smi
     ]
     driver = next((gpu.driver for gpu in cuda.smi), "")
-    cpus = f"{machine.cpus}" + (
-        f", of which the cgroup grants {machine.cpu_limit:g}" if machine.cpu_limit else ""
-    )
+    cpus = f"{machine.cpus}" + (f", the cgroup grants {machine.cpu_limit:g}" if machine.cpu_limit else "")
     memory = f"{in_words(machine.memory)}, {in_words(machine.memory_available)} available"
     if machine.memory_limit is not None:
         memory += f", cgroup limit {in_words(machine.memory_limit)}"

@@ -189,7 +189,7 @@ def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
         fix = "Set data_type to bf16 or fp16: half the memory, and the kernels are made for 16 bit."
         yield Finding("warning", where, "data_type fp32 on a GPU", "16 bit", fix)
     if config.memory_fraction > _LARGEST_FRACTION:
-        fix = "Set memory_fraction to 0.9: libraries allocate beside the cache."
+        fix = "Set memory_fraction to 0.9: libraries allocate memory next to the cache."
         yield Finding("warning", where, f"memory_fraction {config.memory_fraction:g}", "0.95 or less", fix)
 
 

@@ -51,7 +51,7 @@ def read_items(path: Path, template: str = SQUAD, limit: int | None = None) -> l
     numbered = [(number, line) for number, line in enumerate(lines) if line.strip()]
     items = [_item(path, number, line, template) for number, line in numbered[:limit]]
     if not items:
-        raise ConfigError(f"{path} has no questions; wanted one a line, as JSON")
+        raise ConfigError(f"{path} has no questions; wanted one per line, as JSON")
     return items
 
 

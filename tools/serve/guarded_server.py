@@ -190,7 +190,7 @@ class GuardedServer:
     def restart(self) -> None:
         """Start a tritonserver that has ended again.
 
-        The engines are kept if the guard is alive; if it was killed, both start anew in another folder.
+        The engines are kept if the guard is alive; if it was killed, both start again in another folder.
         Raises TridecodeError if the server cannot be started.
         """
         if self._guard.poll() is None:

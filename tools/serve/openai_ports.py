@@ -28,7 +28,7 @@ def openai_ports(repository: Path, given: int | None, address: str) -> dict[str,
         if len(engines) > 1:
             raise ConfigError(
                 f"{OPTION} is {given}, and {repository} has engines of several models "
-                f"({', '.join(engines)}), each of which would open it; "
+                f"({', '.join(engines)}), and each would open it; "
                 "set openai_port in the config.pbtxt of one"
             )
         return {OPTION: (address, given)}

@@ -78,7 +78,7 @@ class TokenSequence:
         return piece
 
 
-#: output -> the input that says whether it is wanted, and its default
+#: output -> the input that requests it, and its default
 _OPTIONAL = {
     "cum_log_probs": ("return_log_probs", False),
     "output_log_probs": ("return_log_probs", False),

@@ -17,7 +17,7 @@ class Background:
 
     #: the setting that is 0 where the feature is off
     switch: ClassVar[str]
-    #: the feature, and the memory that it takes beside the model, in the words of `tridecode doctor`
+    #: the feature, and the memory that it takes next to the model, in the words of `tridecode doctor`
     name: ClassVar[str]
     memory: ClassVar[str]
 

@@ -90,8 +90,8 @@ def _allocate(
 def _may_wait_in_vain(shared: bool) -> str:
     """Return why a kernel that waits for another rank's might wait until its limit; "": it does not.
 
-    shared: the GPU is shared through MPS (runtime.cu). Another process's kernel then runs beside ours and may
-    occupy the multiprocessors that a rank needs before it can send its rows. Time slicing is harmless: a
+    shared: the GPU is shared through MPS (runtime.cu). Another process's kernel then runs next to ours and
+    may occupy the multiprocessors that a rank needs before it can send its rows. Time slicing is harmless: a
     process that shares a GPU without MPS has all of it for its slice, so the rows arrive some slices later,
     and a wait beyond the limit ends and names the rank.
     """

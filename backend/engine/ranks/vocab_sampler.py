@@ -68,7 +68,7 @@ def _best(
     x: Tensor, vocab: VocabShare, ranks: TensorRanks, want_total: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(n,) float64 largest logit over the ranks, (n,) int64 its id, the lowest of equal ones, and (n,)
-    float64 log(sum(exp)) of all ids if it is wanted.
+    float64 log(sum(exp)) of all ids, if requested.
     """
     values, columns = x.max(dim=-1)
     sent = [values.double(), (columns + vocab.first).double()]

@@ -107,7 +107,7 @@ class BeamPlanner:
 
 
 def mark_beams(plan: StepPlan) -> None:
-    """Name the rows of beams, which get candidates in place of a token."""
+    """Name the rows of beams, which get candidates instead of a token."""
     sampled = np.flatnonzero(plan.samples)
     is_decode = (sampled < plan.num_decodes).tolist()
     beams = _beam_rows([plan.sequences[row] for row in sampled.tolist()], is_decode)

@@ -29,8 +29,9 @@ class Drafter(Protocol):
     needs_token: bool
 
     def drafts(self, sequence: Sequence, most: int) -> np.ndarray:
-        """Return (n,) int32, n <= most: ids that may follow the sequence's newest token; -1 in place of ids
-        that the device has in SamplingState.drafts, and of all while a token of the sequence is in flight."""
+        """Return (n,) int32, n <= most: ids that may follow the sequence's newest token. -1 stands for an id
+        that the device has in SamplingState.drafts, and for all ids while a token of the sequence is in
+        flight."""
         ...
 
 

@@ -125,7 +125,7 @@ class StepPlan:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
 
-#: values in place of a token, as in kernels.sampling_state: the logits are not finite; no id is allowed
+#: values instead of a token, as in kernels.sampling_state: the logits are not finite; no id is allowed
 BROKEN_LOGITS, NO_TOKEN = -1, -2
 
 

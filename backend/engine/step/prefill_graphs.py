@@ -29,7 +29,7 @@ TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024
 #: padded numbers of decode rows in the same step
 DECODES = (0, 4, 16, 32, 64)
 #: Maximum prompts of a step of up to SHORT tokens, and of a longer one: attention visits each padded row once
-#: per 128 tokens (0.2 ms a step of 512 tokens and 16 rows of LLaMA-3-8B).
+#: per 128 tokens (0.2 ms per step of 512 tokens and 16 rows of LLaMA-3-8B).
 PROMPTS, SHORT, FEW_PROMPTS = 16, 128, 4
 
 

@@ -23,7 +23,7 @@ class CompletionRequest(Sampled, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One item a token. top_logprobs: text -> log probability; None where none are wanted."""
+    """One item a token. top_logprobs: text -> log probability; None if none are requested."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

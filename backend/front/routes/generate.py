@@ -93,7 +93,7 @@ async def generate(request: Request) -> Response:
 
 
 class GenerateWriter(TallyWriter):
-    """The answer of /inference/v1/generate. count: of the alternatives that are wanted; None: no log
+    """Writes the answer of /inference/v1/generate. count: number of alternatives; None: no log
     probabilities."""
 
     def __init__(self, model: ServedModel, call: Call, wanted: GenerateRequest, count: int | None, n: int):

@@ -76,7 +76,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _prompt(model: ServedModel, wanted: TokenizeRequest) -> str:
-    """Return the text whose tokens are wanted. Raises ApiError and TridecodeErrors."""
+    """Return the text to tokenise. Raises ApiError and TridecodeErrors."""
     if (wanted.prompt is None) == (wanted.messages is None):
         found = "neither is" if wanted.prompt is None else "both are"
         raise bad_request(f"{found} sent of prompt and messages; wanted one of them", "prompt")

@@ -123,7 +123,7 @@ class QuantizedSource:
         return name in self._modules
 
     def empty_biases(self) -> set[str]:
-        """Biases of zeros beside quantised matrices: AutoGPTQ writes them for modules that have none."""
+        """Biases of zeros next to quantised matrices: AutoGPTQ writes them for modules that have none."""
         names = {f"{parts.stem}.bias" for parts in self._modules.values()}
         return {name for name in names & set(self.shapes) if not self._inner.read(name).any()}
 

@@ -103,7 +103,8 @@ def streaming():
 
 
 def tensors(prompts: list[list[int]], output_len, pad: int = 0, **others) -> dict[str, np.ndarray]:
-    """A request's inputs as FasterTransformer's clients shape them; other scalars one value or one a row."""
+    """A request's inputs as FasterTransformer's clients shape them; other scalars one value or one per
+    row."""
     batch, width = len(prompts), max(map(len, prompts))
     ids = np.full((batch, width), pad, np.uint32)
     for row, prompt in enumerate(prompts):

@@ -229,7 +229,7 @@ def test_any_ids_to_be_decoded_get_one_clean_answer(unary, arrays, parameters):
 @settings(SETTINGS, max_examples=150)
 @given(arrays=requests(TENSORRT_LLM_TOKENS, TOKENS), parameters=PARAMETERS)
 def test_any_tensors_of_the_token_model_get_one_clean_answer(doors, arrays, parameters):
-    arrays.pop("stop", None)  # a stop request of the same id would end the one beside it
+    arrays.pop("stop", None)  # a stop request of the same id would end the one next to it
     check(doors["tokens"], arrays, TOKENS, parameters)
 
 

@@ -1,4 +1,4 @@
-"""Any rounds at all: one clean answer each, and a conversation beside them is answered as on its own."""
+"""Any rounds at all: one clean answer each, and a conversation next to them is answered as on its own."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ QUIET = settings(max_examples=100, deadline=None, suppress_health_check=list(Hea
 @pytest.fixture(scope="module")
 def door():
     with serving() as door:
-        door.control = []  # the tokens of the conversation beside
+        door.control = []  # the tokens of the conversation next to
         yield door
 
 
 def control(door) -> fake_triton.InferenceRequest:
-    """The next round of the conversation beside, with what it must answer."""
+    """The next round of the conversation next to them, with what it must answer."""
     new = [31, 32]
     first = len(door.control) in (0, 95)
     history = [] if first else door.control

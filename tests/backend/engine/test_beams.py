@@ -62,7 +62,7 @@ def found_by(generation: Generation, len_penalty: float) -> tuple[list[list[int]
     [(2, 0.0, 1, 3), (4, 1.0, 0, 5), (3, -1.0, 2, 5), (5, 2.0, 2, 7), (4, 0.6, 1, -1)],
 )
 def test_beams_equal_transformers(make, width, len_penalty, early_stopping, end_id) -> None:
-    """Three groups of beams in one batch, with greedy requests that come and go beside them."""
+    """Three groups of beams in one batch, with greedy requests that come and go next to them."""
     model = make()
     prompts = prompts_of([13, 1, 8], model.config.vocab_size, seed=width)
     params = SamplingParams(

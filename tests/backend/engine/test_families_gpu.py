@@ -1,4 +1,4 @@
-"""Every family on a GPU, through our kernels and what torch computes beside them, against transformers."""
+"""Every family on a GPU, through our kernels and what torch computes next to them, against transformers."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_the_cache_holds_512_tokens_of_each_beside_what_the_slots_take() -> None
 
 
 def test_cache_bytes_count_and_a_chosen_number_stays() -> None:
-    assert chosen(140, cache_bytes=64 * 512 * 131_072) == 64  # 128 KiB a token
+    assert chosen(140, cache_bytes=64 * 512 * 131_072) == 64  # 128 KiB per token
     assert chosen(140, cache_bytes=128 * 512 * 131_072) == 128
     assert chosen(140, max_sequences=17) == 17
 

@@ -22,7 +22,7 @@ from tridecode.converters.convert import plan_conversion
 NEW = 6
 FLOATS = [row.name for row in parameters() if row.type is float]
 SUBNORMAL, SMALLEST = float(np.float32(1e-40)), float(np.float32(1.2e-38))
-#: with every other parameter neutral, and with those beside it whose products are the largest
+#: with every other parameter neutral, and with those next to it whose products are the largest
 SETTINGS = {
     "greedy": SamplingParams(max_tokens=NEW, return_log_probs=True),
     "sampled": SamplingParams(max_tokens=NEW, top_k=0, seed=3, return_log_probs=True),

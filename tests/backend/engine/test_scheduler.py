@@ -138,7 +138,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_does_not_stop_the_others() -> None
     run.submit(1, [1, 2], max_tokens=20)
     run.step()
     run.submit(2, list(range(30)), max_tokens=1)
-    for step in range(4):  # 30 tokens, 7 a step beside the decoding row
+    for step in range(4):  # 30 tokens, 7 a step next to the decoding row
         assert not run.tokens[2, 0]
         run.step()
         assert len(run.tokens[1, 0]) == 2 + step
@@ -191,7 +191,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
 
 
 def test_a_full_queue_is_answered_with_unavailable() -> None:
-    run = Run(limits(max_queued_requests=2))  # beside four slots
+    run = Run(limits(max_queued_requests=2))  # next to four slots
     run.submit(1, [1], max_tokens=1)
     run.submit(2, [1], [2], [3], max_tokens=1)
     with pytest.raises(

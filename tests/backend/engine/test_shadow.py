@@ -180,7 +180,7 @@ def test_the_warm_up_runs_the_largest_slice_behind_the_longest_context(
     assert (plan.num_tokens, plan.context_lens.tolist()) == (wanted, [longest])
 
 
-# ---------------------------------------------------------------- beside live requests
+# ---------------------------------------------------------------- next to live requests
 
 
 class Running(LoopInThread):

@@ -85,7 +85,7 @@ def test_padded_rows_read_and_write_nothing() -> None:
 
 
 def test_several_tokens_of_a_decoding_row_are_verified_in_one_step() -> None:
-    """A row of draft tokens beside a row that decodes one: what a speculative step runs."""
+    """A row of draft tokens next to a row that decodes one: what a speculative step runs."""
     model = llama()
     one, other = prompts_of([5, 11], model.config.vocab_size)
     tokens = [hf_greedy(model, prompt, 6)[0] for prompt in (one, other)]

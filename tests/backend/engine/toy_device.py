@@ -199,7 +199,7 @@ class ToyDevice:
         return ids.astype(np.int32), np.take_along_axis(log_probs, ids, 1).astype(np.float32)
 
     def wanted_shift(self, prompt: int, length: int) -> int:
-        """Of all tokens of a sequence of `length` tokens."""
+        """Return the shift of all tokens of a sequence of `length` tokens."""
         tokens = length if self.limits.recompute_long else prompt
         return self.limits.max_sequence_tokens if 0 < self.limits.long_prompt_tokens < tokens else 0
 
@@ -245,7 +245,7 @@ class Run:
         self.take(self.scheduler.take_events())
 
     def step(self) -> None:
-        """As the engine's loop does it: one step ahead of the results where overlap is set, and with
+        """Run like the engine's loop: one step ahead of the results if overlap is set, and with
         micro-batches as many plans in flight."""
         depth = max(self.scheduler.limits.micro_batches, 2 if self.overlap else 1)
         plan = self.scheduler.plan()
@@ -263,7 +263,7 @@ class Run:
             self.take(self.scheduler.commit(*self.pending.popleft()))
 
     def _check_in_flight(self, plan: StepPlan) -> None:
-        """With micro-batches a decoding row's sequence has no token in another plan."""
+        """Check that a decode row's sequence has no token in flight in another plan."""
         if self.scheduler.limits.micro_batches == 1:
             return
         others = {id(s) for held, _ in self.pending for s, n in zip(held.sequences, held.samples) if n}

@@ -42,5 +42,5 @@ def test_ranks_of_any_degree_answer_alike(family: str, tmp_path: Path) -> None:
 
 def test_an_odd_number_of_columns_a_rank_is_refused(tmp_path: Path) -> None:
     save(FAMILIES["gpt2"](**FAMILIES["gpt2"].shared), tmp_path / "hf", tokenizer=False)
-    with pytest.raises(ConfigError, match="odd number of its 60 columns, of which a byte holds two"):
+    with pytest.raises(ConfigError, match="odd number of its 60 columns; a byte holds two"):
         planned(tmp_path / "hf", FORMATS["int4"]).write(tmp_path / "w", 4)

@@ -38,7 +38,7 @@ def test_a_reader_that_does_not_read_loses_its_request(tops: int) -> None:
         count += 1
         assert count < 1000
     assert count > (20 if tops else 200) and link.cancelled == [7]
-    stream.put_row(0, Event(7, 0, [5]))  # one that was on its way
+    stream.put_row(0, Event(7, 0, [5]))  # one that was in flight
     with pytest.raises(CapacityError, match="does not read"):
         stream.take()
 

@@ -89,7 +89,7 @@ class World:
         self.doors: list[Door] = []
 
     def configure(self, more: str = "", **parameters: object) -> None:
-        """more: fields of config.pbtxt beside the parameters."""
+        """more: fields of config.pbtxt besides the parameters."""
         lines = [
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
             for key, value in parameters.items()

@@ -60,7 +60,7 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class GgufCase:
-    """config, settings: of transformers' tiny model. architecture: llama.cpp's. write: metadata beside the
+    """config, settings: of transformers' tiny model. architecture: llama.cpp's. write: metadata next to the
     usual. change: a tensor as llama.cpp keeps it. exact: llama.cpp computes the same up to float32 rounding;
     its GELUs come from tables of float16."""
 

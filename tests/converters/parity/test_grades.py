@@ -1,4 +1,4 @@
-"""Grades of quantised conversions, on the limits and beside them."""
+"""Grades of quantised conversions, on the limits and next to them."""
 
 from __future__ import annotations
 

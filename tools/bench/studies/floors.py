@@ -34,8 +34,8 @@ ROWS = (1, 8, 64, 256)
 
 
 class Bars(NamedTuple):
-    """A run of `tridecode bench engine` on one H200, and issue 13's bars: ms a step at ROWS, and to the first
-    token of 64 prompts.
+    """A run of `tridecode bench engine` on one H200, and issue 13's bars: ms per step at ROWS, and to the
+    first token of 64 prompts.
     """
 
     title: str

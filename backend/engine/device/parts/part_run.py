@@ -15,7 +15,7 @@ P = TypeVar("P", bound=StepPart)
 
 
 class PartRun(Generic[P]):
-    """Base: each method is called once a step, in this order, for the parts in the order of the plan. All
+    """Base: each method is called once per step, in this order, for the parts in the order of the plan. All
     ranks call all of them, so that each may be collective. They run in inference mode.
 
     A step that runs as a CUDA graph (StepPart.captures) skips `ops`, `after_forward` and `after_logits`.
@@ -28,7 +28,7 @@ class PartRun(Generic[P]):
         """Run before the forward, and before the slots of the step start."""
 
     def ops(self, ops: Ops) -> Ops:
-        """The operations of the forward, in place of `ops`."""
+        """The operations of the forward, instead of `ops`."""
         return ops
 
     def after_forward(self, context: Context, x: Tensor) -> None:

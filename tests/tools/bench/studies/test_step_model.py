@@ -25,7 +25,7 @@ def test_the_load_of_chats_has_the_steps_that_were_measured() -> None:
 
 
 def test_a_step_is_compared_with_its_parts() -> None:
-    """10 ms of decoding rows, 1 ms a token of prompts; every other step has prompts and takes 20 % longer."""
+    """10 ms of decoding rows, 1 ms per prefill token; every other step has prompts and takes 20 % longer."""
     steps, now = [Step(0.0, 5, 0)], 0.0
     for number in range(100):
         tokens = 10 * (number % 2)
