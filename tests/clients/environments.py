@@ -127,7 +127,7 @@ def install(name: str, cache: Path, refresh: bool = False) -> Installed:
 
 
 def _create_npm(folder: Path, wanted: Environment) -> str:
-    """Why it could not be made; empty: it was."""
+    """Create the environment. Return why that failed; "" on success."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--ignore-scripts", "--prefix"]
     return run_bounded([*command, str(folder), *wanted.requirements], time.monotonic() + wanted.limit_s)

@@ -45,7 +45,7 @@ OPENAI_NODE = [
     }.items()
 ]
 
-#: tools=... : its answer is read from a call, so it is no text of the server
+#: tools=... : its answer is read from a call, so it is not a text of the server
 _TOOLS = {"url": "{tools}", "answers": False, "shows": _PARIS}
 _LANGCHAIN = ("LangChain ChatOpenAI", "langchain_openai_calls.py", "langchain-openai")
 _PYDANTIC = ("pydantic-ai", "pydantic_ai_calls.py", "pydantic-ai")

@@ -35,7 +35,7 @@ def wait_ready(url: str) -> str:
 
 @contextmanager
 def tools_service(repository: Path, template: Path, port: int, log: Path) -> Iterator[str]:
-    """`tridecode front` beside the running server of the repository, with a template that shows tools."""
+    """Run `tridecode front` with the running server of the repository, with a template that shows tools."""
     command = [sys.executable, "-m", "tridecode.tools.cli", "front", str(repository), "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -58,7 +58,7 @@ def chat_prompt(tokenizer: Path, prompt: str) -> str:
 
 
 def lambada_accuracy(grpc: str, file: Path, tokenizer: Path, work: Path) -> float:
-    """In percent, of last words, as `tridecode evaluate-lambada` measures it through Triton."""
+    """Return the last-word accuracy in percent, measured by `tridecode evaluate-lambada` through Triton."""
     report = work / "evaluate-lambada.json"
     command = [sys.executable, "-m", "tridecode.tools.cli", "evaluate-lambada", "--data", str(file)]
     command += ["--url", grpc, "--definition", "last-word", "--limit", str(LAMBADA_ITEMS)]

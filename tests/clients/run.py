@@ -85,7 +85,7 @@ class Runner:
         self._installed: dict[str, Installed] = {}
 
     def close(self) -> None:
-        """Stop what runs beside the server."""
+        """Stop the processes that run with the server."""
         self._running.close()
 
     def attempt(self, program: Program) -> Attempt:

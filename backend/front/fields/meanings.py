@@ -78,7 +78,7 @@ MEANINGS: dict[str, Meaning] = {
     "parallel_tool_calls": Meaning("an answer may have several calls", "true"),
     # messages
     "role": Meaning("system (or developer), user, assistant or tool; the template decides", _REQUIRED),
-    "content": Meaning("a text, or parts of the type `text`; null beside tool calls", "null"),
+    "content": Meaning("a text, or parts of the type `text`; null if there are tool calls", "null"),
     "name": Meaning("the template's variable `name` of the message", "none"),
     "tool_calls": Meaning("the calls of an earlier answer, as they came", "[]"),
     "tool_call_id": Meaning("of the role tool: the call whose result this is", "none"),

@@ -46,7 +46,7 @@ CASES = [
 
 
 def sent(front: Front, engine: FakeEngine, route: str, body: dict[str, Any]) -> tuple[Any, Any]:
-    """What the engine got for a request, and the body of the answer without its id and times."""
+    """Return the engine's Submit of a request, and the body of the answer without its id and times."""
     answer = front.post(route, body)
     assert answer.status_code == 200, answer.text
     submit = engine.submits[-1]
