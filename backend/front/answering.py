@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -61,9 +63,11 @@ async def answer(
     timeout_s: float = 0.0,
     names: tuple[str, ...] = (),
     silent: list[str] | None = None,
+    more: Iterable[TextRequest] = (),
 ) -> Response:
     """Submit a request and answer it. names: fields that an error may be about. silent: fields without
-    effect. Raises ApiError before the first byte was sent."""
+    effect. more: requests that follow, each once the one before it has ended, for one whole answer. Raises
+    ApiError before the first byte was sent."""
     headers = {"x-request-id": call.label or call.id}
     if silent:
         headers[NO_EFFECT_HEADER] = ", ".join(silent)
@@ -77,9 +81,10 @@ async def answer(
         if streaming:
             first = await reader.next(_HEADERS_S)
             return EventStream(running, first, headers)
-        while pieces := await reader.next():
-            call.deliver(pieces)
-            await front.model.run(writer.heavy, writer.take, pieces)
+        await running.read()
+        for following in more:
+            running.follow(following, timeout_s)
+            await running.read()
         body = await front.model.run(writer.heavy, writer.whole)
     except BaseException as error:
         raise running.end(error) from error
@@ -103,6 +108,24 @@ class _Running:
         self._connection, self._names = connection, names
         if connection is not None:
             connection.when_left(reader.leave)
+
+    async def read(self) -> None:
+        """Take all pieces of a whole answer."""
+        while pieces := await self.reader.next():
+            self.call.deliver(pieces)
+            await self.front.model.run(self.writer.heavy, self.writer.take, pieces)
+
+    def follow(self, asked: TextRequest, timeout_s: float) -> None:
+        """Submit the next request of the answer. timeout_s: for the whole answer; 0: the engine's default."""
+        call = self.call
+        left = max(timeout_s - (time.monotonic() - call.began), 0.001) if timeout_s else 0.0
+        call.sequences += sum(params.num_sequences for params in asked.params)
+        reader = self.front.model.begin(asked, call.label or call.id, left)
+        self.reader.close()
+        self.front.model.end(self.reader)
+        self.reader = reader
+        if self._connection is not None:
+            self._connection.when_left(reader.leave)
 
     def end(self, error: BaseException | None = None) -> BaseException:
         """The request has ended. Returns the error to raise."""

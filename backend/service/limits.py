@@ -134,9 +134,10 @@ def check_sequences(count: int, limits: Limits) -> None:
 def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, output_name: str) -> None:
     """Raise RequestError if prompt and output, in tokens, do not fit into a sequence."""
     if prompt + output > limits.max_sequence_tokens:
-        found = f"{prompt_name} has {prompt:,} tokens and {output_name} asks for {output:,} more"
-        wanted = f"{limits.max_sequence_tokens:,} in all (max_sequence_tokens in config.pbtxt)"
-        raise ContextLengthError(f"{found}; this model accepts {wanted}")
+        found, most = f"{prompt_name} has {prompt:,} tokens", f"{limits.max_sequence_tokens:,}"
+        if output:
+            found, most = f"{found} and {output_name} asks for {output:,} more", f"{most} in all"
+        raise ContextLengthError(f"{found}; this model accepts {most} (max_sequence_tokens in config.pbtxt)")
 
 
 def cut_to_room(

@@ -34,7 +34,7 @@ class TextRequest:
     skip_special: omit special tokens from the answer, except for shown_tokens; None: use the service's
     setting. log_probs: of alternatives. tables: the table of virtual tokens of each text; (): none has one.
     add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves
-    less room; otherwise the request is refused.
+    less room; otherwise the request is refused. first_row: number of the first text among the client's.
     """
 
     prompts: Sequence[Prompt]
@@ -54,6 +54,12 @@ class TextRequest:
     add_special_tokens: bool = True
     cut: bool = False
     names: FieldNames = FieldNames()
+    first_row: int = 0
+
+    def row_name(self, row: int) -> str:
+        """Return the client's name of a text, for errors: with its number if there are several."""
+        several = len(self.prompts) > 1 or self.first_row
+        return f"row {self.first_row + row} of {self.names.prompt}" if several else self.names.prompt
 
     @classmethod
     def of_one(
@@ -69,10 +75,10 @@ def check_texts(asked: TextRequest, limits: TextLimits) -> int:
 
     Raises RequestError for texts that are too large.
     """
-    total, name = 0, asked.names.prompt
+    total = 0
     for row, prompt in enumerate(asked.prompts):
         size = len(prompt.encode("utf-8")) if isinstance(prompt, str) else _ID_BYTES * len(prompt)
-        limits.check_prompt(f"{name} of row {row}" if len(asked.prompts) > 1 else name, size)
+        limits.check_prompt(asked.row_name(row), size)
         total += size
     sizes = {words: sum(len(word.encode("utf-8")) for word in words) for words in set(asked.stop_words)}
     words_total = sum(sizes[words] for words in asked.stop_words)

@@ -177,11 +177,11 @@ class TextService:
             if isinstance(asked.prompts[row], str):
                 _check_tokenized(ids, limits.vocab_size, name)
             else:
-                _check_sent(ids, limits.vocab_size, f"row {row} of {name}")
+                _check_sent(ids, limits.vocab_size, f"row {asked.first_row + row} of {name}")
             ids = ids[-asked.keep_last :]
             if table is None:
                 found = np.array(ids or [limits.start_id])
-            params.append(_fit(len(found), one, asked, limits))
+            params.append(_fit(len(found), one, asked, limits, asked.row_name(row)))
             prompts.append(ids)
             placed.append(found)
         return prompts, placed, params
@@ -239,15 +239,17 @@ def _sequence(
     )
 
 
-def _fit(prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
-    """Return the parameters for a prompt of this many tokens.
+def _fit(
+    prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits, where: str
+) -> SamplingParams:
+    """Return the parameters for a prompt of this many tokens. where: its field, for errors.
 
     Raises RequestError if the answer has no room.
     """
-    names = asked.names
+    name = asked.names.max_tokens
     if asked.cut:
-        return request_limits.cut_to_room(prompt or 1, params, limits, names.prompt, names.max_tokens)
-    request_limits.check_length(prompt or 1, params.max_tokens, limits, names.prompt, names.max_tokens)
+        return request_limits.cut_to_room(prompt or 1, params, limits, where, name)
+    request_limits.check_length(prompt or 1, params.max_tokens, limits, where, name)
     return params
 
 

@@ -22,6 +22,7 @@ class Piece(NamedTuple):
     cum_log_prob is the sum over the row so far. finish_reason: "" unless the row has ended. tops: each new
     token with the most likely ones of its step, for requests that want them. stop_word: the text that
     ended the row, if one did. extras: of the events, each with the number of its tokens that count.
+    embedding: of the prompt, (hidden,) float32, once.
     """
 
     num_prompt_tokens: int
@@ -33,6 +34,7 @@ class Piece(NamedTuple):
     tops: list[tuple[int, TopLogProbs]] = []
     stop_word: str = ""
     extras: list[tuple[int, EventExtra]] = []
+    embedding: bytes = b""
 
 
 class Completion:
@@ -67,6 +69,7 @@ class Completion:
         self._log_probs: list[float] = []
         self._tops: list[tuple[int, TopLogProbs]] = []
         self._extras: list[tuple[int, EventExtra]] = []
+        self._embedding = b""
         self._cum_log_prob = 0.0
         self._decoder = StreamDecoder(view, prompt)
         self._matcher = StopMatcher(stop_words, show_stop)
@@ -91,6 +94,8 @@ class Completion:
         self._tops += zip(tokens[:used], event.top_log_probs)
         if event.extra is not None:
             self._extras.append((used, event.extra))
+        if event.context_embedding:
+            self._embedding = event.context_embedding
         if self.finish_reason:
             (self._ended if event.finish else self._cancel)()
         elif event.finish:
@@ -109,9 +114,10 @@ class Completion:
             self._tops,
             self._matcher.found,
             self._extras,
+            self._embedding,
         )
         self._echo, self.text, self.num_tokens = "", "", 0
-        self._log_probs, self._tops, self._extras = [], [], []
+        self._log_probs, self._tops, self._extras, self._embedding = [], [], [], b""
         return piece
 
     def _push(self, shown: list[int], count: int) -> int:

@@ -211,7 +211,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish: str = ""  # "", "end_id", "stop_word", "length", "cancelled", "deadline", "error"
     error: str = ""
     code: str = ""  # Triton status code of the error
-    context_embedding: bytes = b""  # (hidden,) float32, with the first event only
+    #: (hidden,) float32, once: the context embedding, or what SamplingParams.pooling returns
+    context_embedding: bytes = b""
     top_log_probs: list[TopLogProbs] = []  # one per token, where SamplingParams.top_log_probs is set
     extra: EventExtra | None = None
     #: steps of a beam search without a pool, which sends no other tokens

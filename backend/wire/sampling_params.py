@@ -39,6 +39,8 @@ _FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
 _FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
 _DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
 _PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
+#: values of `pooling`: the hidden state of the last token of the prompt, or the mean over its tokens
+POOLINGS = ("last", "mean")
 MAX_BEAMS = 64
 #: tokens that may end a sequence; csrc/sampling_state.h has as many columns
 MAX_END_IDS = 16
@@ -102,6 +104,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     return_context_embedding: Annotated[
         bool, "return the last layer's output, before the final norm, summed over the prompt"
     ] = False
+    pooling: Annotated[
+        str, "return the hidden state after the final norm, of the prompt's `last` token or the `mean`"
+    ] = ""
     return_context_logits: Annotated[bool, "return the logits at each token of the prompt"] = False
     return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
     return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
@@ -116,6 +121,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def end_ids(self) -> list[int]:
         """The tokens that end the sequence, and are impossible before min_tokens."""
         return [token for token in (self.end_id, *self.more_end_ids) if token >= 0]
+
+    @property
+    def only_pools(self) -> bool:
+        """Return whether the pooled hidden state is all that is wanted, so that no token is sampled."""
+        return bool(self.pooling) and self.max_tokens == 0
 
     @property
     def num_slots(self) -> int:
@@ -170,4 +180,15 @@ def check(params: SamplingParams) -> str | None:
     if params.num_return_sequences > params.beam_width > 1:
         found = f"num_return_sequences is {params.num_return_sequences}"
         return f"{found}; wanted at most beam_width, {params.beam_width}"
+    return _pooling_fault(params) if params.pooling else None
+
+
+def _pooling_fault(params: SamplingParams) -> str | None:
+    found = f"pooling is {params.pooling!r}"
+    if params.pooling not in POOLINGS:
+        return f"{found}; wanted {' or '.join(map(repr, POOLINGS))}, or '' for none"
+    if params.num_slots > 1:
+        return f"{found} and the prompt has {params.num_slots} beams or samples; wanted 1 with it"
+    if params.return_context_embedding:
+        return f"{found} and return_context_embedding is true; wanted one of them"
     return None

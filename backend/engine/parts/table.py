@@ -5,7 +5,7 @@ from __future__ import annotations
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
-from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
@@ -17,7 +17,7 @@ _PARTS: list[type[StepPart]] = [
     PromptTables,
     AdapterRows,
     Forks,
-    ContextEmbeddings,
+    PromptVectors,
     ReturnedLogits,
     TopTokens,
     BeamRows,

@@ -35,26 +35,25 @@ class OutputProcessor:
             sampled = [one for one, count in zip(sampled, plan.samples.tolist()) for _ in range(count)]
         elif not plan.samples.all():
             sampled = [sequence for sequence, count in zip(sampled, plan.samples) if count]
-        tokens, all_log_probs, news = result.tokens.tolist(), result.log_probs.tolist(), []
+        tokens, all_log_probs = result.tokens.tolist(), result.log_probs.tolist()
+        step: Commit | None = None
         if plan.parts:
             step = Commit(plan, sampled, self._handlers)
             for part, found in zip(plan.parts, result.parts):
                 if found is not None:
                     part.commit(step, found)
-            news = step.news
             if step.taken and not plan.queries:
                 others = np.delete(np.arange(len(sampled)), step.taken).tolist()
                 sampled = [sampled[i] for i in others]
                 tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
         if plan.queries:
-            sampled = self._commit_rows(plan, result, set(step.taken) if plan.parts else set())
+            sampled = self._commit_rows(plan, result, set() if step is None else set(step.taken))
         else:
             self._commit_tokens(sampled, tokens, all_log_probs)
         if self._micro_batches > 1 or self._planner.drafts is not None:
             self._planner.resume(sampled)
-        for sequence in news:
-            if sequence.stage is not Stage.ENDED and sequence.has_news:
-                self._requests.emit(sequence, [], [])
+        if step is not None:
+            self._report(step)
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
         """End the prompts of a step that ran out of memory with the error; compute its decode rows again."""
@@ -71,6 +70,15 @@ class OutputProcessor:
                     self._requests.end_beams(sequence.group, Finish.ERROR, error)
             elif sequence.stage is not Stage.WAITING:  # a beam whose group has been preempted already
                 self._planner.preempt(sequence)
+
+    def _report(self, step: Commit) -> None:
+        """Emit what a step has given to sequences besides tokens; end those that it completes."""
+        for sequence in step.news:
+            if sequence.stage is not Stage.ENDED and sequence.has_news:
+                self._requests.emit(sequence, [], [])
+        for sequence, error in step.ended:
+            if sequence.stage is not Stage.ENDED:
+                self._requests.end(sequence, Finish.LENGTH if error is None else Finish.ERROR, error)
 
     def _commit_tokens(self, sampled: list[Sequence], tokens: list[int], log_probs: list[float]) -> None:
         """Commit a step with one token for each of these sequences."""

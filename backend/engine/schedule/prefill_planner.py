@@ -182,8 +182,13 @@ class PrefillPlanner:
         return sequence.known_tokens()[first : first + count], positions, kv_slots
 
     def _finish(self, sequence: Sequence) -> bool:
-        """Return whether all known tokens are planned now, so that the row's last token is sampled from."""
+        """Return whether the row's last token is sampled from: all known tokens are planned now, and the
+        request wants a token.
+        """
         if self._cache.lengths[sequence.slot] < sequence.prefill:
+            return False
+        if sequence.params.only_pools:
+            self._decode.begin(sequence)  # which drains it
             return False
         sequence.in_flight += 1
         for follower in sequence.group.followers:

@@ -86,7 +86,8 @@ def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
             group.sequences.remove(sequence)
         else:
             sequence.output = _tokens(one).tolist()
-            sequence.embedding_done = sequence.embedding_done or bool(sequence.output)
+            if sequence.output:  # the event of its first token had the vector of the prompt
+                sequence.embedding = None
             _restore_extra_outputs(sequence, one, vocab_size)
 
 
@@ -104,7 +105,7 @@ def _restore_beams(search: Search, sent: Sent, vocab_size: int) -> None:
     if sent.steps:
         for step in sent.steps:
             tree.take(step)
-        search.first.embedding_done = True
+        search.first.embedding = None
         search.restore(tree.beams)
 
 

@@ -37,11 +37,10 @@ from tridecode.backend.engine.schedule.sequence import (
     add_samples,
 )
 from tridecode.backend.engine.schedule.sequence_outputs import (
-    ExtraOutputs,
     LogitsBudget,
+    begin_outputs,
     check_round,
     needs_prompt,
-    wants_extra_outputs,
 )
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.wire.messages import Event, Sent, SequenceRequest, Submit
@@ -159,8 +158,7 @@ class Scheduler:
         params = wanted.params
         sequence = Sequence(group, index, params)
         self.prompts.hold(group, wanted.learned)
-        if wants_extra_outputs(params):
-            sequence.extra_outputs = ExtraOutputs()
+        begin_outputs(sequence)
         if params.beam_width > 1:
             self.planner.beams.start(sequence)
         elif params.num_return_sequences > 1:

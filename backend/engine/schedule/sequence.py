@@ -14,6 +14,7 @@ from tridecode.backend.base.errors import RequestError, TridecodeError
 from tridecode.backend.engine.cache.sessions import SessionRow
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
+from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
 from tridecode.backend.wire.beam_tree import BeamText
 from tridecode.backend.wire.messages import BeamStep, Event, TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
@@ -112,7 +113,7 @@ class Sequence:
     prefill: tokens to compute before decoding: the prompt and, after a preemption, the output so far.
     in_flight: tokens that planned steps will yield and that are not committed yet. unsettled: of their rows,
     those that may keep fewer tokens than they have, or follow such a row.
-    embedding: (C,) float32, the context embedding as far as it is summed, if the request wants one.
+    embedding: the vector of its prompt, until an event takes it; None if the request wants none.
     """
 
     group: SequenceGroup
@@ -127,8 +128,7 @@ class Sequence:
     prefill: int = 0
     in_flight: int = 0
     unsettled: int = 0
-    embedding: np.ndarray | None = None
-    embedding_done: bool = False
+    embedding: PromptEmbedding | None = None
     top: TopLogProbs | None = None  # of the token that is committed now
     extra_outputs: ExtraOutputs | None = None  # set if it wants logits or metrics
 
@@ -195,11 +195,11 @@ class Sequence:
         )
 
     def take_embedding(self) -> bytes:
-        """Return the context embedding as float32 bytes, once, with the first token."""
-        if self.embedding is None or self.embedding_done:
+        """Return the vector of the prompt as float32 bytes, once, with the first token or the end."""
+        if self.embedding is None:
             return b""
-        self.embedding_done = True
-        return self.embedding.astype(np.float32).tobytes()
+        value, self.embedding = self.embedding.value(), None
+        return b"" if value is None else value.astype(np.float32).tobytes()
 
     def take_top(self) -> list[TopLogProbs]:
         """Return the most likely tokens of the committed step, for the event of its token."""
@@ -215,7 +215,6 @@ class Sequence:
         """Return a sequence of the same group with the same tokens, without slot and blocks."""
         self.group.num_forks += 1
         child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
-        child.embedding_done = True  # its parent's
         child.extra_outputs = (
             self.extra_outputs.split(len(self.prompt)) if self.extra_outputs is not None else None
         )
@@ -224,8 +223,8 @@ class Sequence:
     def restart(self) -> None:
         """Forget what was computed: all known tokens are computed again after the next admission."""
         self.stage = Stage.WAITING
-        if not self.embedding_done:
-            self.embedding = None
+        if self.embedding is not None:
+            self.embedding.restart()
 
 
 def no_token_error(sequence: Sequence) -> RequestError:
@@ -246,7 +245,6 @@ def add_samples(first: Sequence) -> None:
     for i in range(1, params.num_return_sequences):
         seed = (params.seed + i) % 2**64
         sample = Sequence(group, first.index + i, msgspec.structs.replace(params, seed=seed), i)
-        sample.embedding_done = True  # the first one's
         if first.extra_outputs is not None:
             sample.extra_outputs = first.extra_outputs.split(len(sample.prompt))
         group.followers.append(sample)

@@ -17,6 +17,7 @@ from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.parts.returned_logits import LogitRows, ReturnedLogits
 from tridecode.backend.engine.prompt_tables.book import ordinary_runs
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
+from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import SequenceRequest
@@ -26,7 +27,12 @@ _ITEM = 4  # bytes of a logit: float32
 #: the logits of all open requests may have this many times the bytes of one request's limit
 _OPEN_REQUESTS = 4
 #: outputs that need every token of the prompt to be computed in this request
-_OF_COMPUTED_PROMPTS = ("return_context_embedding", "return_context_logits", "return_context_log_prob")
+_OF_COMPUTED_PROMPTS = (
+    "return_context_embedding",
+    "pooling",
+    "return_context_logits",
+    "return_context_log_prob",
+)
 
 
 def wants_extra_outputs(params: SamplingParams) -> bool:
@@ -38,9 +44,16 @@ def wants_extra_outputs(params: SamplingParams) -> bool:
     )
 
 
+def begin_outputs(sequence: Sequence) -> None:
+    """Give a new sequence a place for each output that its request wants."""
+    sequence.embedding = PromptEmbedding.wanted(sequence.params)
+    if wants_extra_outputs(sequence.params):
+        sequence.extra_outputs = ExtraOutputs()
+
+
 def needs_prompt(params: SamplingParams) -> bool:
     """Return whether the prompt must run even for a request of no new tokens."""
-    return params.return_context_embedding or params.return_context_logits or params.return_context_log_prob
+    return any(getattr(params, name) for name in _OF_COMPUTED_PROMPTS)
 
 
 def logits_bytes(prompt: int, params: SamplingParams, vocab_size: int) -> int:

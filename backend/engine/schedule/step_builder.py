@@ -6,7 +6,7 @@ import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.parts.adapters import AdapterRows
-from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.embeddings import PromptVectors, SummedRow, summed_row
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.top_tokens import TopTokens
@@ -71,19 +71,14 @@ class StepBuilder:
             parts.append(AdapterRows(rows.adapters))
         if slot_copies or block_copies:
             parts.append(Forks(slot_copies, block_copies))
-        if chunks and (embeds := _embeds(chunks, num_decodes)):
-            parts.append(ContextEmbeddings(embeds))
+        if chunks and (summed := _summed(chunks, num_decodes)):
+            parts.append(PromptVectors(summed))
         if (rows.top_log_probs >= 0).any():
             parts.append(TopTokens(rows.top_log_probs))
         return parts
 
 
-def _embeds(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int]]:
-    """Return (row, tokens of the prompt in its chunk) for the requests that return the prompt's context
-    embedding.
-    """
-    return [
-        (row, max(min(first + count, len(sequence.prompt)) - first, 0))
-        for row, (sequence, first, count) in enumerate(chunks, start=num_decodes)
-        if sequence.params.return_context_embedding and not sequence.embedding_done
-    ]
+def _summed(chunks: list[Chunk], num_decodes: int) -> list[SummedRow]:
+    """Return what is summed of each chunk for the vector of its prompt."""
+    rows = [summed_row(row, *chunk) for row, chunk in enumerate(chunks, start=num_decodes)]
+    return [row for row in rows if row is not None]

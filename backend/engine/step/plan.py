@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import numpy as np
 
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: tokens of a decode row, at most: kernels.operands.MOST_QUERIES
@@ -154,7 +155,8 @@ class Commit:
 
     sampled: the sequence of each sample. handlers: by the class of the part. taken: indices of the samples
     that a part has dealt with, for which the scheduler does nothing more. news: sequences that may have
-    results which no token's event carries.
+    results which no token's event carries. ended: sequences that this step completes without a token, each
+    with its error or None.
     """
 
     plan: StepPlan
@@ -162,3 +164,4 @@ class Commit:
     handlers: Mapping[type[StepPart], Handler] = field(default_factory=dict)
     taken: list[int] = field(default_factory=list)
     news: list = field(default_factory=list)
+    ended: list[tuple[Any, TridecodeError | None]] = field(default_factory=list)

@@ -72,8 +72,11 @@ def scores_prompt(wanted: CompletionRequest) -> bool:
     return bool(wanted.echo) and wanted.logprobs is not None
 
 
-def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """Return the prompts in a text, a list of texts, token ids, or lists of token ids. Raises ApiError."""
+def read_prompts(prompt: str | list[Any], name: str = "prompt") -> list[Prompt]:
+    """Return the prompts in a text, a list of texts, token ids, or lists of token ids. name: their field.
+
+    Raises ApiError.
+    """
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif prompt and all(type(item) is int for item in prompt):
@@ -81,17 +84,17 @@ def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
     else:
         items = prompt
     if not items:
-        raise bad_request("prompt is an empty list; wanted a text or token ids", "prompt")
+        raise bad_request(f"{name} is an empty list; wanted a text or token ids", name)
     texts = all(isinstance(item, str) for item in items)
     ids = all(isinstance(item, list) and all(type(one) is int for one in item) for item in items)
     if not (texts or ids):
-        raise bad_request("prompt mixes types; wanted texts, or lists of token ids", "prompt", "invalid_type")
+        raise bad_request(f"{name} mixes types; wanted texts, or lists of token ids", name, "invalid_type")
     for item in items:
         if not isinstance(item, str):
             if not item:
-                raise bad_request("prompt has an empty list of token ids; wanted one id or more", "prompt")
+                raise bad_request(f"{name} has an empty list of token ids; wanted one id or more", name)
         else:
-            check_text(item, "prompt")
+            check_text(item, name)
     return items
 
 

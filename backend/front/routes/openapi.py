@@ -13,6 +13,7 @@ from starlette.responses import Response
 from tridecode.backend.front.errors import ErrorBody
 from tridecode.backend.front.fields.chat import ChatCompletion, ChatMessage, ChatRequest, ContentPart
 from tridecode.backend.front.fields.completions import Completion, CompletionRequest
+from tridecode.backend.front.fields.embeddings import EmbeddingList, EmbeddingRequest
 from tridecode.backend.front.fields.meanings import described
 from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.routes import adapters, colossal, generate, status, tokens
@@ -21,6 +22,7 @@ from tridecode.backend.front.routes import adapters, colossal, generate, status,
 _POSTS: dict[str, tuple[Any, Any, str]] = {
     "/v1/completions": (CompletionRequest, Completion, "Continue a prompt"),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, "Answer messages"),
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingList, "One vector for each input"),
     "/inference/v1/generate": (generate.GenerateRequest, generate.Generated, "Token ids to token ids"),
     "/tokenize": (tokens.TokenizeRequest, tokens.Tokenized, "Token ids of a text"),
     "/detokenize": (tokens.DetokenizeRequest, tokens.Detokenized, "Text of token ids"),

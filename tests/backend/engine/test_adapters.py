@@ -94,6 +94,25 @@ def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
     offline.engine.close()
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_pooled_state_of_a_prompt_is_that_of_its_adapter(served, family: str) -> None:
+    weights, folder, models = served(family)
+    offline = engine_over(weights, folder)
+    prompt = prompts_of([20], models[""].config.vocab_size)[0]
+    asked = [(name, pooling) for name in models for pooling in ("last", "mean")]
+    numbers = [
+        offline.submit(prompt, SamplingParams(max_tokens=0, pooling=pooling), name) for name, pooling in asked
+    ]
+    offline.run()
+    for (name, pooling), number in zip(asked, numbers):
+        with torch.inference_mode():
+            out = models[name](torch.tensor([prompt]), output_hidden_states=True)
+        states = out.hidden_states[-1][0].numpy()
+        wanted = states[-1] if pooling == "last" else states.mean(0)
+        assert np.allclose(offline.generations[number].embedding, wanted, atol=1e-3), (name, pooling)
+    offline.engine.close()
+
+
 def engine_block_bytes(weights: Path) -> int:
     """Return the bytes of one block of 8 tokens."""
     config = OfflineEngine.load(weights, EngineConfig(max_sequences=1, cache_bytes=1 << 20)).model_config

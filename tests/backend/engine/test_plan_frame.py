@@ -15,7 +15,7 @@ from tests.backend.engine.toy_device import Run, limits
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.beams import BeamRows
-from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.returned_logits import FoundLogits, ReturnedLogits
 from tridecode.backend.engine.parts.top_tokens import TopTokens
@@ -79,7 +79,7 @@ def plans_of_a_run() -> list[StepPlan]:
 
 def result_of(part: StepPart) -> object:
     """A result of zeros; None for a part without one."""
-    if isinstance(part, ContextEmbeddings):
+    if isinstance(part, PromptVectors):
         return [np.zeros(4, np.float32) for _ in part.rows]
     if isinstance(part, ReturnedLogits):
         rows = [np.zeros((one.count, 50) if one.targets is None else ()) for one in part.rows]
@@ -111,7 +111,7 @@ def test_every_field_of_every_plan_arrives():
     assert any(not plan.samples.all() for plan in plans) and any(plan.num_decodes for plan in plans)
     parts = [part for plan in plans for part in plan.parts]
     kinds = {type(part) for part in parts}
-    assert kinds == {ContextEmbeddings, ReturnedLogits, TopTokens, Forks}
+    assert kinds == {PromptVectors, ReturnedLogits, TopTokens, Forks}
     forks = [part for part in parts if isinstance(part, Forks)]
     logits = [part for part in parts if isinstance(part, ReturnedLogits)]
     assert any(part.slots for part in forks) and any(part.blocks for part in forks)
@@ -181,7 +181,7 @@ def test_beams_whose_parts_disagree_are_refused(changes, text):
 
 @pytest.fixture()
 def plan() -> StepPlan:
-    return next(plan for plan in plans_of_a_run() if plan.part(ContextEmbeddings))
+    return next(plan for plan in plans_of_a_run() if plan.part(PromptVectors))
 
 
 def changed(plan: StepPlan, **changes) -> bytes:
@@ -222,8 +222,10 @@ def with_part(plan: StepPlan, tag: str, value: object) -> bytes:
         ("forks", [[]], "cannot be read"),
         ("adapters", [b"1234567", []], "adapters has 7 bytes"),
         ("top_tokens", b"1", "top_tokens has 1 bytes"),
-        ("embeddings", [(77, 1)], "row 77"),
-        ("embeddings", [(0, 10**6)], "1000000 tokens of row 0"),
+        ("embeddings", [(77, 0, 1, True, True, False)], "row 77"),
+        ("embeddings", [(0, 1, 10**6, True, True, False)], "tokens 1 to 1000001 of row 0"),
+        ("embeddings", [(0, -1, 1, True, True, False)], ">= 0"),
+        ("embeddings", [(0, 0, 1)], "cannot be read"),
         ("logits", [[(77, 0, 1, None)], []], "of row 77"),
         ("logits", [[(0, 0, 1, b"12345678")], []], "targets of row 0 has 8 bytes"),
         ("logits", [[], [77]], "has sample 77"),
@@ -238,7 +240,7 @@ def test_a_part_that_does_not_fit_the_plan_is_refused(plan, tag, value, text):
 
 
 def test_a_part_that_comes_twice_is_refused(plan):
-    part = plan.part(ContextEmbeddings)
+    part = plan.part(PromptVectors)
     with pytest.raises(TridecodeError, match="embeddings comes twice"):
         plan_frame.decode(plan_frame.encode(dataclasses.replace(plan, parts=[part, part])))
 

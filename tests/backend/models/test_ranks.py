@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.backend.engine.offline_models import context_embedding, hf_greedy, prompts_of
+from tests.backend.engine.offline_models import context_embedding, fp32_bound, hf_greedy, prompts_of
 from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.backend.engine.test_beams import hf_beams
 from tests.backend.engine.test_logits import WANTED, check
+from tests.backend.engine.test_pooling import wanted_of
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
@@ -59,6 +60,28 @@ def test_the_last_stage_sends_its_logits_to_rank_0(
     done = pool.run(directory, tensor, stages, meeting, prompts, params=WANTED, pipelined=pipelined)
     for prompt, generation in zip(prompts, done, strict=True):
         check(model, prompt, generation)
+
+
+@in_flight
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_the_last_stage_sends_pooled_states_to_rank_0(
+    pool: RankPool, tmp_path: Path, tensor: int, stages: int, pipelined: bool
+) -> None:
+    model = FAMILIES["llama"](**FAMILIES["llama"].shared)
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
+    prompts = prompts_of([20, 1, 5, 7], model.config.vocab_size)
+    poolings = ["mean", "last", "", "mean"]
+    every = [SamplingParams(max_tokens=0 if pooling else NEW_TOKENS, pooling=pooling) for pooling in poolings]
+    done = pool.run(
+        directory, tensor, stages, tmp_path / "meeting", prompts, params=every, pipelined=pipelined
+    )
+    for prompt, params, generation in zip(prompts, every, done, strict=True):
+        if params.pooling:
+            bound = fp32_bound(wanted := wanted_of(model, prompt, params))
+            assert np.abs(generation.embedding - wanted).max() < bound
+        else:
+            assert generation.tokens == hf_greedy(model, prompt, NEW_TOKENS)[0]
 
 
 @in_flight

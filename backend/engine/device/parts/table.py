@@ -9,7 +9,7 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.adapters import AdaptersRun
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
-from tridecode.backend.engine.device.parts.embeddings import EmbeddingsRun
+from tridecode.backend.engine.device.parts.embeddings import PromptVectorsRun
 from tridecode.backend.engine.device.parts.forks import ForksRun
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.prompt_tables import PromptTablesRun
@@ -19,7 +19,7 @@ from tridecode.backend.engine.device.parts.top_tokens import TopTokensRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
-from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
@@ -31,7 +31,7 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     PromptTables: PromptTablesRun,
     AdapterRows: AdaptersRun,
     Forks: ForksRun,
-    ContextEmbeddings: EmbeddingsRun,
+    PromptVectors: PromptVectorsRun,
     ReturnedLogits: LogitsRun,
     TopTokens: TopTokensRun,
     BeamRows: BeamsRun,

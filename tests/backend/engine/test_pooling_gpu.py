@@ -1,0 +1,71 @@
+"""Pooled hidden states on a GPU against transformers and the CPU, also beside steps that are CUDA graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.test_pooling import GREEDY, LAST, LENGTHS, MEAN, NEW, run_ahead, wanted_of
+from tests.backend.engine.test_sessions_gpu import MODELS
+from tests.checkpoints import FAMILIES
+from tridecode.backend.engine.offline import OfflineEngine
+
+pytestmark = pytest.mark.gpu
+
+FP32_BOUND = 2e-4  # of the largest component: the order of the additions, over two layers
+
+
+def _gpu_engine(model: torch.nn.Module, **settings) -> OfflineEngine:
+    defaults = dict(keep_logits=False, max_sequences=8, block_tokens=16, max_step_tokens=64)
+    return offline_engine(model, "cuda", **{**defaults, **settings})
+
+
+def _embeddings(offline: OfflineEngine, prompts: list[list[int]]) -> list[np.ndarray]:
+    """The vector of each prompt by the last token and by the mean; prompts between them generate."""
+    numbers = [[offline.submit(prompt, one) for one in (LAST, GREEDY, MEAN)] for prompt in prompts]
+    run_ahead(offline)
+    done = [[offline.generations[number] for number in row] for row in numbers]
+    assert all(row[1].tokens and row[1].embedding is None for row in done)
+    return [one.embedding for row in done for one in (row[0], row[2])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_gives_the_vectors_of_transformers_and_of_the_cpu(family: str) -> None:
+    model = FAMILIES[family]()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    found = _embeddings(_gpu_engine(model), prompts)
+    on_cpu = _embeddings(offline_engine(model, "cpu", keep_logits=False), prompts)
+    wanted = [wanted_of(model, prompt, one) for prompt in prompts for one in (LAST, MEAN)]
+    for mine, cpu, theirs in zip(found, on_cpu, wanted, strict=True):
+        bound = FP32_BOUND * np.abs(theirs).max()
+        assert np.abs(mine - theirs).max() < bound
+        assert np.abs(mine - cpu).max() < bound
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_16_bits_point_in_the_same_direction(dtype: str) -> None:
+    model = MODELS["llama"]()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    wanted = [wanted_of(model, prompt, one) for prompt in prompts for one in (LAST, MEAN)]
+    for mine, theirs in zip(_embeddings(_gpu_engine(model, data_type=dtype), prompts), wanted, strict=True):
+        cosine = mine @ theirs / (np.linalg.norm(mine) * np.linalg.norm(theirs))
+        assert cosine > 0.995
+
+
+def test_decoding_beside_it_goes_on_from_graphs() -> None:
+    model = MODELS["gpt2"]()
+    prompts = prompts_of([30, 9, 3], model.config.vocab_size)
+    offline = _gpu_engine(model)
+    assert offline.engine.graphs is not None
+    numbers = [offline.submit(prompt, GREEDY) for prompt in prompts]
+    offline.step()
+    numbers += [offline.submit(prompts[0], MEAN)]
+    run_ahead(offline)
+    for prompt, number in zip(prompts, numbers):
+        assert offline.generations[number].tokens == hf_greedy(model, prompt, NEW)[0]
+    wanted = wanted_of(model, prompts[0], MEAN)
+    assert (
+        np.abs(offline.generations[numbers[-1]].embedding - wanted).max() < FP32_BOUND * np.abs(wanted).max()
+    )
