@@ -111,6 +111,12 @@ def toy_context_log_prob(prompt: list[int]) -> float:
     return -sum(prompt) / 8.0
 
 
+def toy_pooled(prompt: list[int], pooling: str, hidden_size: int) -> np.ndarray:
+    """(hidden_size,) float32: "last" or "mean" over the toy model's hidden states, token ** (i / 2)."""
+    states = np.array(prompt, np.float64)[:, None] ** (np.arange(hidden_size) / 2)
+    return (states[-1] if pooling == "last" else states.mean(0)).astype(np.float32)
+
+
 @dataclass
 class _Sequence:
     history: list[int]
@@ -349,6 +355,10 @@ class FakeEngine:
             request.embedded.add(index)
             total = float(sum(sequence.history))
             embedding = np.full(self.limits.hidden_size, total, np.float32).tobytes()
+        elif sequence.params.pooling:
+            embedding = toy_pooled(
+                sequence.history, sequence.params.pooling, self.limits.hidden_size
+            ).tobytes()
         is_first, prompt = sequence.generated == 0, list(sequence.history)
         tokens: list[int] = []
         if sequence.params.max_tokens == 0:

@@ -59,7 +59,7 @@ class TextRequest:
     def row_name(self, row: int) -> str:
         """Return the client's name of a text, for errors: with its number if there are several."""
         several = len(self.prompts) > 1 or self.first_row
-        return f"row {self.first_row + row} of {self.names.prompt}" if several else self.names.prompt
+        return f"{self.names.prompt} of row {self.first_row + row}" if several else self.names.prompt
 
     @classmethod
     def of_one(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from tridecode.backend.front.fields import chat, completions, sampling
+from tridecode.backend.front.fields import chat, completions, embeddings, sampling
 from tridecode.backend.front.fields.meanings import meaning_of
 from tridecode.backend.front.routes import adapters, colossal, generate, tokens
 from tridecode.tools.generated_docs.tables import DOCS, markdown, write_or_compare
@@ -41,6 +41,7 @@ STRUCTS: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]] = {
     "chat": (chat.ChatRequest, sampling.Sampled),
     "message": (chat.ChatMessage, None),
     "part": (chat.ContentPart, None),
+    "embeddings": (embeddings.EmbeddingRequest, None),
     "generate": (generate.GenerateRequest, None),
     "tokenize": (tokens.TokenizeRequest, None),
     "detokenize": (tokens.DetokenizeRequest, None),

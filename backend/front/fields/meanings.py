@@ -62,6 +62,15 @@ MEANINGS: dict[str, Meaning] = {
     "best_of": Meaning(
         "sample this many and return the `n` with the highest log probability per token; no stream", "`n`"
     ),
+    # embeddings
+    "input": Meaning("a text, a list of texts, token ids, or a list of lists; 2,048 at most", _REQUIRED),
+    "encoding_format": Meaning("`float`, or `base64` of little-endian float32", '"float"'),
+    "dimensions": Meaning("numbers of a vector; only the model's own", "the model's hidden size"),
+    "pooling": Meaning("hidden state of the `last` token, or the `mean` over the tokens", '"last"'),
+    "normalize": Meaning("scale each vector to length 1", "true"),
+    "EmbeddingRequest.truncate_prompt_tokens": Meaning(
+        "keep this many last tokens of each input; -1: as many as the model takes; 0: all", "0"
+    ),
     # chats
     "messages": Meaning("the chat so far", _REQUIRED),
     "ChatRequest.max_tokens": Meaning("as `max_completion_tokens`", "the room that is left"),

@@ -94,7 +94,7 @@ def _read_inputs(value: str | list, limits: Limits) -> list[Prompt]:
     prompts = read_prompts(value, "input")
     for row, prompt in enumerate(prompts):
         if not prompt:
-            where = f"row {row} of input" if len(prompts) > 1 else "input"
+            where = f"input of row {row}" if len(prompts) > 1 else "input"
             raise bad_request(f"{where} is an empty text; wanted one character or more", "input")
     return prompts
 
@@ -146,7 +146,7 @@ class EmbeddingsWriter(Writer):
         for group in pieces:
             for _, piece in sorted(group.items()):
                 if not piece.embedding:
-                    raise TridecodeError(f"the engine has no vector for row {len(self._vectors)} of input")
+                    raise TridecodeError(f"the engine has no vector for input of row {len(self._vectors)}")
                 self._vectors.append(np.frombuffer(piece.embedding, "<f4"))
                 self._call.prompt_tokens += piece.num_prompt_tokens
         self._call.first = 0.0  # no token was generated

@@ -75,7 +75,7 @@ def run_ahead(offline: OfflineEngine) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_vectors_of_a_mixed_batch_are_transformers(family: str) -> None:
-    """Prompts longer and shorter than a step of 16 tokens, beside sequences that decode."""
+    """Prompts longer and shorter than a step of 16 tokens, with sequences that decode."""
     model = FAMILIES[family]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     offline = offline_engine(model, keep_logits=False)
@@ -143,7 +143,7 @@ def test_nothing_is_sampled_for_a_request_without_tokens() -> None:
     assert len(samples) > 1 and sum(samples) == 0
     assert offline.scheduler.counters.output_tokens == 0
     assert offline.scheduler.cache.num_free_slots == offline.scheduler.limits.max_sequences
-    assert not offline.scheduler.planner.without_slot
+    assert offline.scheduler.planner.num_without_slot == 0
 
 
 def test_more_prompts_than_slots_and_rows_of_scratch_memory_in_one_step() -> None:

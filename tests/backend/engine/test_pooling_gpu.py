@@ -1,4 +1,4 @@
-"""Pooled hidden states on a GPU against transformers and the CPU, also beside steps that are CUDA graphs."""
+"""Pooled hidden states on a GPU against transformers and the CPU, with decode steps as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from tests.backend.front.fronts import Front
 from tests.fake_engine import FakeEngine
 from tridecode.backend.front.fields.chat import ChatRequest
 from tridecode.backend.front.fields.completions import CompletionRequest
+from tridecode.backend.front.fields.embeddings import EmbeddingRequest
 from tridecode.backend.front.fields.meanings import meaning_of
 from tridecode.backend.front.routes.colossal import GenerateFields
 from tridecode.backend.front.routes.generate import GenerateRequest
@@ -20,6 +21,7 @@ from tridecode.backend.front.routes.generate import GenerateRequest
 ROUTES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "When?", "seed": 5}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "When?"}], "seed": 5}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "When?"}),
     "/generate": (GenerateFields, {"prompt": "When?"}),
     "/inference/v1/generate": (GenerateRequest, {"token_ids": [5], "sampling_params": {"seed": 5}}),
 }
@@ -67,7 +69,7 @@ def test_a_stated_default_changes_nothing(
     front: Front, engine: FakeEngine, route: str, name: str, value: Any
 ) -> None:
     body = ROUTES[route][1]
-    if route != "/inference/v1/generate" and not name.startswith("max_"):
+    if route not in ("/inference/v1/generate", "/v1/embeddings") and not name.startswith("max_"):
         body = {**body, "max_tokens": 2}
     if route == "/v1/chat/completions" and name == "top_logprobs":
         body = {**body, "logprobs": True}

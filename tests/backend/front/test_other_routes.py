@@ -58,11 +58,6 @@ def test_colossal_inferences_routes(front: Front, engine: FakeEngine, ids: Ids) 
     assert all(TEXT.startswith(json.loads(piece)["text"]) for piece in pieces[:-1])
 
 
-def test_embeddings_are_refused_by_name(front: Front) -> None:
-    response = front.post("/v1/embeddings", {"model": "toy", "input": "x"})
-    assert (response.status_code, error_of(response)["code"]) == (400, "unsupported_route")
-
-
 def test_adapters_come_and_go(supervisor: FakeSupervisor, engine: FakeEngine, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo", lora_path="adapters")
     source = tmp_path / "french"
@@ -114,7 +109,7 @@ def test_the_page_of_metrics_is_prometheus(front: Front) -> None:
 def test_the_document_describes_bodies_and_answers(front: Front) -> None:
     document = front.http.get("/openapi.json").json()
     posts = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/generate"} <= posts
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/generate"} <= posts
     schema = {"$ref": "#/components/schemas/CompletionRequest", "components": document["components"]}
     jsonschema.validate({"prompt": "x", "max_tokens": 3, "stop": ["a"]}, schema)
     for wrong in ({"prompt": "x", "max_tokens": -1}, {"prompt": "x", "max_tokns": 3}, {"max_tokens": 1}):

@@ -129,6 +129,26 @@ def test_a_streamed_echo_has_the_log_probabilities_of_a_whole_one(front: Front, 
                 assert one == pytest.approx(other, abs=1e-4) if one is not None else other is None
 
 
+def test_embeddings_are_transformers_hidden_states_after_the_final_norm(front: Front, folder: Path) -> None:
+    """A stream runs at the same time, and an input is longer than a step of 512 tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    texts = [PROMPT, "and returns", "the ferry " * 90, "x"]
+    asked = {"model": "hf", "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True}
+    with front.openai.completions.create(**asked) as stream:
+        next(iter(stream))
+        found = front.openai.embeddings.create(model="hf", input=texts)
+        means = front.openai.embeddings.create(model="hf", input=texts, extra_body={"pooling": "mean"})
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    assert len(prompts[2]) > 512 and found.usage.prompt_tokens == sum(map(len, prompts))
+    for prompt, one, mean in zip(prompts, found.data, means.data):
+        with torch.inference_mode():
+            out = model(torch.tensor([prompt]), output_hidden_states=True)
+        states = out.hidden_states[-1][0].double()
+        for vector, wanted in ((one.embedding, states[-1]), (mean.embedding, states.mean(0))):
+            assert vector == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-5)
+
+
 def test_the_ids_of_the_generate_route_are_transformers(front: Front, folder: Path, wanted: tuple) -> None:
     prompt, text, _ = wanted
     asked = {"token_ids": prompt, "sampling_params": {"max_tokens": COUNT, "temperature": 0}}
