@@ -18,6 +18,7 @@ def check_conversion(conversion: Conversion) -> None:
     options.quantization_of(conversion.quantize, _GROUP)
     contracts, owner = options.contracts_of(conversion.for_clients, list(conversion.contracts), "")
     options.check_models(contracts, owner)
+    options.check_settings(options.settings_of(conversion.settings))
 
 
 def build_entry(checkpoint: str, output: Path, conversion: Conversion) -> None:

@@ -35,12 +35,16 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class Conversion:
-    """The options of a conversion, as `build-repo` takes them. contracts: (): the default ones."""
+    """The options of a conversion, as `build-repo` takes them.
+
+    contracts: (): the default ones. settings: NAME=VALUE, of the engine.
+    """
 
     quantize: str | None = None
     tp: int = 1
     contracts: tuple[str, ...] = ()
     for_clients: str | None = None
+    settings: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
         """Return the options that differ from the defaults, as on a command line."""
@@ -50,7 +54,8 @@ class Conversion:
             "--contract": ",".join(self.contracts) or None,
             "--for": self.for_clients,
         }
-        return [word for name, value in values.items() if value is not None for word in (name, value)]
+        words = [word for name, value in values.items() if value is not None for word in (name, value)]
+        return words + [word for setting in self.settings for word in ("--set", setting)]
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ def check_models(contracts: list[str], ensemble_owner: str) -> None:
     repository_models(contracts=contracts, ensemble_owner=ensemble_owner)
 
 
+def check_settings(settings: Mapping[str, object]) -> None:
+    """ConfigError for engine parameters that do not exist or have wrong values."""
+    engine_texts(settings, "engine settings")
+
+
 def check_sources(options: Mapping[str, Path | None], prompts: Iterable[Path]) -> None:
     """ConfigError for a file or folder that does not exist. options: name of an option -> its path."""
     named = [*options.items(), *(("--prompts", path) for path in prompts)]

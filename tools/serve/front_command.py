@@ -1,5 +1,7 @@
 """The command `tridecode front`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -56,6 +58,7 @@ def front(
         from tridecode.backend.front.__main__ import FrontArguments, run
     except ImportError as error:
         raise ConfigError(f"{error}; wanted: pip install 'tridecode[front]'") from None
+    os.environ.setdefault("TRIDECODE_ENGINE_PYTHON", sys.executable)  # of an engine that it starts
     arguments = FrontArguments(
         repository=repository,
         host=host,

@@ -1,0 +1,1 @@
+"""The Python interface: `LLM`, its parameters and its results. vLLM's names where they mean the same."""

@@ -1,0 +1,81 @@
+"""The engine behind `LLM`: found or started in processes of its own, which end with this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.front.process.repository import find_engine_dir, read_repository
+from tridecode.backend.service.engine_service import EngineService
+from tridecode.backend.service.owner import Owner
+from tridecode.backend.service.text_service import TextService
+from tridecode.backend.service.text_tokenizer import TextTokenizer
+from tridecode.backend.wire.messages import Limits
+
+
+class LocalEngine:
+    """A repository's engines and tokenizer. Used by any thread."""
+
+    def __init__(self, repository: Path, chat_template: Path | None, start_timeout_s: float):
+        """Raises ConfigError for a folder that is not a repository, EngineDownError with the engine's reason
+        if it is not ready in time."""
+        # the engine's Python has what this one has
+        os.environ.setdefault("TRIDECODE_ENGINE_PYTHON", sys.executable)
+        engine_dir = find_engine_dir(repository)
+        values = read_repository(engine_dir)
+        self.adds_special_tokens: bool = values.get("add_special_tokens", True)
+        self.skips_special_tokens: bool = values.get("skip_special_tokens", True)
+        self.lora_dir: str = values.get("lora_dir", "")
+        self.tokenizer = TextTokenizer(
+            Path(values["tokenizer_dir"]), "the tokenizer's folder", self.skips_special_tokens
+        )
+        services = [
+            EngineService.open(
+                str(engine_dir), "python", Owner.this_process(), hold_s=start_timeout_s, number=number
+            )
+            for number in range(values["num_engines"])
+        ]
+        self.texts = [
+            TextService(service, self.tokenizer, values.get("stop_ids", ()), chat_template=chat_template)
+            for service in services
+        ]
+        self._open = [0] * len(services)
+        self._lock = threading.Lock()
+        try:
+            for service in services:
+                service.link.wait_ready(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Disconnect. The engine's processes end a moment later."""
+        for texts in self.texts:
+            texts.engine.close()
+
+    @property
+    def limits(self) -> Limits:
+        return self.texts[0].engine.limits()
+
+    def choose(self) -> int:
+        """Return the number of the engine with the fewest requests, and count one more for it."""
+        with self._lock:
+            number = min(range(len(self._open)), key=self._open.__getitem__)
+            self._open[number] += 1
+            return number
+
+    def ended(self, number: int) -> None:
+        with self._lock:
+            self._open[number] -= 1
+
+    def room(self) -> int:
+        """Return how many requests may be open at once."""
+        return max(1, self.limits.max_queued_requests) * len(self.texts)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise ConfigError for an adapter that the repository does not have."""
+        if name and not self.lora_dir:
+            raise ConfigError(f"the adapter {name!r} does not exist: the repository serves no adapters")

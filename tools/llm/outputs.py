@@ -1,0 +1,50 @@
+"""Results of `LLM`, with the names of vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    """One token among the most likely of a step. logprob: natural logarithm, by the model's own logits.
+
+    rank: 1 for the most likely token. decoded_token: its text alone.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One answer to a prompt.
+
+    token_ids: of the answer, with the token that ended it. cumulative_logprob, logprobs: only where
+    SamplingParams.logprobs is set; one dict a token, id -> Logprob. finish_reason: "stop", "length", or None
+    while it runs. stop_reason: the text of `stop` that ended it.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """The answers to one prompt. prompt: None where token ids were given. outputs: samples, or beams, best
+    first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False

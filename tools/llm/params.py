@@ -1,0 +1,168 @@
+"""Parameters of `LLM`, with the names and defaults of vLLM's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import msgspec
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.text_service import TextService
+from tridecode.backend.wire.messages import Limits
+from tridecode.backend.wire.sampling_params import SamplingParams as EngineParams
+from tridecode.backend.wire.sampling_params import check
+
+_random = random.SystemRandom()
+_OUR_NAMES = {"num_return_sequences": "n", "top_log_probs": "logprobs", "len_penalty": "length_penalty"}
+
+
+@dataclass
+class SamplingParams:
+    """How answers are drawn. temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: from all tokens.
+
+    n: answers to each prompt. max_tokens: None for as many as fit. logprobs: return so many of the most
+    likely tokens of each step, and the drawn one. seed: the same seed gives the same answers; sample i has
+    the seed plus i. stop: texts that end an answer, which omits them unless include_stop_str_in_output.
+    truncate_prompt_tokens: keep only so many last tokens of a prompt. priority: smaller is sooner.
+    timeout_s: deadline of a request; 0: none but the engine's.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    timeout_s: float = 0.0
+
+    def stop_words(self) -> tuple[str, ...]:
+        words = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(dict.fromkeys(word for word in words if word))
+
+    def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
+        """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
+        _check_types(self)
+        count = limits.max_sequence_tokens if self.max_tokens is None else self.max_tokens
+        return _checked(
+            max_tokens=max(count, self.min_tokens) if self.max_tokens is None else count,
+            min_tokens=self.min_tokens,
+            num_return_sequences=self.n,
+            **sampling_rules.drawn(
+                limits,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+            ),
+            seed=_random.getrandbits(64) if self.seed is None else self.seed % 2**64,
+            **sampling_rules.all_ends(
+                _ends(self.ignore_eos, self.stop_token_ids, texts, limits), self.min_tokens
+            ),
+            bad_words=_bad_words(self.bad_words or (), texts, limits),
+            top_log_probs=-1 if self.logprobs is None else self.logprobs,
+            return_log_probs=self.logprobs is not None,
+        )
+
+
+@dataclass
+class BeamSearchParams:
+    """A beam search, as transformers does it: ended beams compete at score / length ** length_penalty.
+
+    max_tokens: None for as many as fit. early_stopping: as soon as beam_width texts have ended.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    timeout_s: float = 0.0
+
+    # parameters of SamplingParams that a beam search does not have
+    min_tokens: ClassVar[int] = 0
+    logprobs: ClassVar[int | None] = None
+    include_stop_str_in_output: ClassVar[bool] = False
+    truncate_prompt_tokens: ClassVar[int | None] = None
+
+    def stop_words(self) -> tuple[str, ...]:
+        return ()
+
+    def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
+        """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
+        _check_types(self)
+        count = limits.max_sequence_tokens if self.max_tokens is None else self.max_tokens
+        return _checked(
+            max_tokens=count,
+            beam_width=self.beam_width,
+            beam_pool=True,
+            len_penalty=self.length_penalty,
+            early_stopping=1 if self.early_stopping else 0,
+            return_log_probs=True,
+            **sampling_rules.all_ends(_ends(self.ignore_eos, None, texts, limits), 0),
+        )
+
+
+def _checked(**values: Any) -> EngineParams:
+    params = EngineParams(**values)
+    if complaint := check(params):
+        name, _, rest = complaint.partition(" ")
+        raise RequestError(f"{_OUR_NAMES.get(name, name)} {rest}")
+    if params.min_tokens > params.max_tokens:
+        found = f"min_tokens is {params.min_tokens} and max_tokens is {params.max_tokens}"
+        raise RequestError(f"{found}; wanted at most that")
+    return params
+
+
+def _check_types(params: SamplingParams | BeamSearchParams) -> None:
+    """Raise RequestError for a field of another type, such as a text for a number."""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = list(value)
+    try:
+        msgspec.convert(values, type(params), strict=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{type(params).__name__}: {error}") from None
+
+
+def _ends(
+    ignore_eos: bool, stop_token_ids: Sequence[int] | None, texts: TextService, limits: Limits
+) -> list[int]:
+    mine = list(stop_token_ids or ())
+    wrong = [token for token in mine if not 0 <= token < limits.vocab_size]
+    if wrong:
+        raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
+    request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
+    return [*([] if ignore_eos else texts.end_ids(limits)), *mine]
+
+
+def _bad_words(words: Sequence[str], texts: TextService, limits: Limits) -> list[list[int]]:
+    if len(words) > request_limits.MAX_WORDS:
+        raise RequestError(f"bad_words has {len(words):,} words; wanted {request_limits.MAX_WORDS:,} at most")
+    ids = texts.bad_word_ids([tuple(dict.fromkeys(word for word in words if word))])[0]
+    request_limits.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
+    return ids

@@ -1,0 +1,118 @@
+"""One request of `LLM` while the engine processes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tridecode.backend.base.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
+from tridecode.backend.service.client_request import FAILURES, ClientRequest
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.text.completion import Answer, Piece
+from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.wire.messages import Event, TopLogProbs
+from tridecode.tools.llm.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class Running(ClientRequest):
+    """Collects the events of a prompt; `take` turns them into its RequestOutput.
+
+    notify: called with this request when there is something to take, on the link's thread, and not again
+    before the next `take`. follows: call it at every event, not only at the end of a sequence: for streams,
+    and where a stop text may end an answer before the engine does. texts: of tokens, for results with log
+    probabilities; None: without. engine: number of the engine that has it.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        output: RequestOutput,
+        notify: Callable[[Running], None],
+        follows: bool,
+        texts: TokenTexts | None,
+        engine: int,
+    ):
+        super().__init__(link, output.request_id)
+        self.output, self._notify, self._follows, self._texts = output, notify, follows, texts
+        self.engine = engine
+        self._events: deque[tuple[int, Event]] = deque()
+        self._tokens: list[list[int]] = [[] for _ in output.outputs]
+        self._answer: Answer | None = None
+        self._failure: TridecodeError | None = None
+        self._woken = False
+
+    @property
+    def ended(self) -> bool:
+        return self._failure is not None or (self._answer is not None and self._answer.finished)
+
+    def begin(self, answer: Answer) -> None:
+        """Called once, before the engine gets the request."""
+        self._answer = answer
+
+    def put_row(self, row: int, event: Event) -> None:
+        self._events.append((row, event))
+        if (self._follows or event.finish) and not self._woken:
+            self._woken = True
+            self._notify(self)
+
+    def fail(self, error: TridecodeError) -> None:
+        """End it with this error, unless it has ended; the engine's requests are cancelled."""
+        if not self.ended:
+            self._failure = error
+            self.cancel_rows()
+
+    def cancel(self) -> None:
+        self.fail(RequestCancelled("the request was cancelled"))
+
+    def take(self) -> bool:
+        """Add what has come to `output`; return whether that changed it.
+
+        Raises the TridecodeError that the request ended with.
+        """
+        self._woken = False  # before the events are read: later ones notify again
+        assert self._answer is not None
+        events: list[tuple[int, Event]] = []
+        while self._events and self._failure is None:
+            row, event = self._events.popleft()
+            if event.finish in FAILURES:
+                self.fail(_error_of(event))
+            else:
+                events.append((row, event))
+                self._tokens[row] += event.tokens
+        if self._failure is not None:
+            raise self._failure
+        groups = self._answer.pieces(events) if events else []
+        for group in groups:
+            for row, piece in group.items():
+                self._add(self.output.outputs[row], self._tokens[row], piece)
+        self.output.finished = self._answer.finished
+        return bool(groups)
+
+    def _add(self, output: CompletionOutput, tokens: list[int], piece: Piece) -> None:
+        output.text += piece.text
+        output.token_ids = tokens[: len(output.token_ids) + piece.num_tokens]
+        if self._texts is not None:
+            output.cumulative_logprob = piece.cum_log_prob
+            output.logprobs = (output.logprobs or []) + [
+                _logprobs(token, top, self._texts) for token, top in piece.tops
+            ]
+        elif piece.log_probs:  # of a beam search
+            output.cumulative_logprob = piece.cum_log_prob
+        output.finish_reason = piece.finish_reason or None
+        output.stop_reason = piece.stop_word or None
+
+
+def _logprobs(token: int, top: TopLogProbs, texts: TokenTexts) -> dict[int, Logprob]:
+    """Return the most likely tokens of a step, best first, and the drawn one."""
+    found = {
+        one: Logprob(log_prob, rank, texts.label(one))
+        for rank, (one, log_prob) in enumerate(zip(top.ids, top.log_probs), 1)
+    }
+    found.setdefault(token, Logprob(top.log_prob, top.rank, texts.label(token)))
+    return found
+
+
+def _error_of(event: Event) -> TridecodeError:
+    code, text = FAILURES[event.finish]
+    error = BY_CODE[event.code if event.code in BY_CODE else code]
+    return (DeadlineError if event.finish == "deadline" else error)(event.error or text)
