@@ -14,11 +14,11 @@ from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.wire.messages import Limits
+from tridecode.backend.wire.sampling_params import MAX_TOP_LOG_PROBS, check
 from tridecode.backend.wire.sampling_params import SamplingParams as EngineParams
-from tridecode.backend.wire.sampling_params import check
 
 _random = random.SystemRandom()
-_OUR_NAMES = {"num_return_sequences": "n", "top_log_probs": "logprobs", "len_penalty": "length_penalty"}
+_OUR_NAMES = {"num_return_sequences": "n", "len_penalty": "length_penalty"}
 
 
 @dataclass
@@ -128,6 +128,8 @@ class BeamSearchParams:
 
 def _checked(**values: Any) -> EngineParams:
     params = EngineParams(**values)
+    if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
+        raise RequestError(f"logprobs is {params.top_log_probs}; wanted 0 to {MAX_TOP_LOG_PROBS}")
     if complaint := check(params):
         name, _, rest = complaint.partition(" ")
         raise RequestError(f"{_OUR_NAMES.get(name, name)} {rest}")
