@@ -23,12 +23,12 @@ _OUR_NAMES = {"num_return_sequences": "n", "len_penalty": "length_penalty"}
 
 @dataclass
 class SamplingParams:
-    """How answers are drawn. temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: from all tokens.
+    """Parameters that shape an answer. temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: from all tokens.
 
-    n: answers to each prompt. max_tokens: None for as many as fit. logprobs: return so many of the most
-    likely tokens of each step, and the drawn one. seed: the same seed gives the same answers; sample i has
+    n: answers to each prompt. max_tokens: None for as many as fit. logprobs: number of the most likely
+    tokens to return for each step, beside the drawn one. seed: the same seed gives the same answers; sample i has
     the seed plus i. stop: texts that end an answer, which omits them unless include_stop_str_in_output.
-    truncate_prompt_tokens: keep only so many last tokens of a prompt. priority: smaller is sooner.
+    truncate_prompt_tokens: number of last tokens of a prompt to keep. priority: smaller is sooner.
     timeout_s: deadline of a request; 0: none but the engine's.
     """
 

@@ -28,7 +28,7 @@ class Bar:
         self._tokens, self._began = 0, time.monotonic()
 
     def add(self, tokens: int) -> None:
-        """Count a prompt that is answered with so many tokens."""
+        """Count a prompt; tokens: of its answers."""
         self._tokens += tokens
         if self._progress is not None:
             rate = self._tokens / max(1e-9, time.monotonic() - self._began)

@@ -151,7 +151,7 @@ def params_of_each(params: Params | Sequence[Params] | None, count: int) -> list
 
 
 def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Return a prompt's text and ids, of which one may be None."""
+    """Return a prompt's text and its ids; one of them may be None."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):
