@@ -23,13 +23,14 @@ _OUR_NAMES = {"num_return_sequences": "n", "len_penalty": "length_penalty"}
 
 @dataclass
 class SamplingParams:
-    """Parameters that shape an answer. temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: from all tokens.
+    """Parameters that shape an answer.
 
-    n: answers to each prompt. max_tokens: None for as many as fit. logprobs: number of the most likely
-    tokens to return for each step, beside the drawn one. seed: the same seed gives the same answers; sample i has
-    the seed plus i. stop: texts that end an answer, which omits them unless include_stop_str_in_output.
-    truncate_prompt_tokens: number of last tokens of a prompt to keep. priority: smaller is sooner.
-    timeout_s: deadline of a request; 0: none but the engine's.
+    temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: draw from all tokens. n: answers to each prompt.
+    max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for each step,
+    besides the drawn one. seed: the same seed gives the same answers; sample i has the seed plus i. stop:
+    texts that end an answer, which omits them unless include_stop_str_in_output. truncate_prompt_tokens:
+    number of last tokens of a prompt to keep. priority: smaller is sooner. timeout_s: deadline of a request;
+    0: none but the engine's.
     """
 
     n: int = 1
