@@ -340,7 +340,8 @@ def test_pyproject_lists_every_package() -> None:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("__init__.py")
     }
-    assert listed == present
+    present.remove("tridecode.tools.package")  # its folder is that of `tridecode` itself
+    assert listed == present | {"tridecode"}
 
 
 #: folders whose files are one list: a family, a contract or a template each
