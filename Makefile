@@ -58,9 +58,11 @@ soak: $(READY) ## faults, fuzz, floods and leaks against the real server; MINUTE
 
 CASES ?= 2000
 
-fuzz: $(READY) ## every tensor of every door in one process, each case in a report; CASES= (mixed, a door), SEED=
+fuzz: $(READY) ## every tensor of every door, every field of the OpenAI service; CASES= (mixed, a door), SEED=
 	@mkdir -p build
 	@$(BIN)/python -m tests.reliability.door_fuzz --mixed $(CASES) --seed $(SEED) --report build/door_fuzz.md
+	@$(BIN)/python -m tests.reliability.front.fuzz --mixed $(CASES) --seed $(SEED) --report build/front_fuzz.md
+	@$(BIN)/python -m tests.reliability.front.hostile
 
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -21,7 +21,7 @@ from tridecode.backend.front.process.repository import (
     find_server,
     read_repository,
 )
-from tridecode.backend.front.settings import LOOPBACK, FrontSettings
+from tridecode.backend.front.settings import LOOPBACK, MAX_CONNECTIONS, FrontSettings
 from tridecode.backend.supervisor import processes
 
 MAX_WORKERS = 64
@@ -49,6 +49,7 @@ class FrontArguments:
     api_key_file: str = ""
     engine_model: str = ENGINE_MODEL
     manage_adapters: bool = False
+    max_connections: int = MAX_CONNECTIONS
     owner: str = ""
     limit_seconds: float = 0.0
 
@@ -57,6 +58,8 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     """Raises ConfigError and other TridecodeErrors for what the workers would stumble over."""
     if not 1 <= arguments.workers <= MAX_WORKERS:
         raise ConfigError(f"--workers is {arguments.workers}; wanted 1 to {MAX_WORKERS}")
+    if arguments.max_connections < 1:
+        raise ConfigError(f"--max-connections is {arguments.max_connections}; wanted 1 or more")
     if arguments.chat_template and not Path(arguments.chat_template).is_file():
         raise ConfigError(f"--chat-template is {arguments.chat_template}; wanted a file that exists")
     find_format("", arguments.tool_call_parser or None)
@@ -85,6 +88,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         owner=owner,
         guest=guest,
         manage_adapters=arguments.manage_adapters,
+        max_connections=arguments.max_connections,
         **values,
     )
 
@@ -106,7 +110,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--manage-adapters", action="store_true")
     parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)
-    for name in ("port", "workers"):
+    for name in ("port", "workers", "max-connections"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     for name in ("served-model-name", "cors", "api-key"):
         parser.add_argument(f"--{name}", action="append", default=argparse.SUPPRESS)

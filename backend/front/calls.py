@@ -39,7 +39,7 @@ class Call:
 
     def fail(self, status: int, text: str) -> None:
         self.status, self.error = status, text
-        self.outcome = _OUTCOMES.get(status, "internal")
+        self.outcome = _OUTCOMES.get(status, "invalid_arg" if status < 500 else "internal")
 
     def end(self) -> None:
         self._ended = time.monotonic()

@@ -32,7 +32,12 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The whole body. ApiError 413 if it has more than `most` bytes, ClientDisconnect if the client left."""
+    """The whole body. ApiError 413 if it has more than `most` bytes, 415 if it is compressed;
+    ClientDisconnect if the client left."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        text = f"the body has the content-encoding {shown(encoding)}; wanted one that is not compressed"
+        raise ApiError(415, text, code="unsupported_encoding", headers={"connection": "close"})
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise _too_large(f"{int(length):,} bytes", most)

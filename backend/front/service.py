@@ -12,7 +12,7 @@ from starlette.requests import Request
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.calls import Call
-from tridecode.backend.front.errors import ApiError, api_error
+from tridecode.backend.front.errors import ApiError, api_error, bad_request
 from tridecode.backend.front.json_body import parse, read_body
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.process.counts import Counts
@@ -41,11 +41,11 @@ class FrontService:
         call = Call(f"{prefix}-{uuid.uuid4().hex}", "")
         try:
             self.model.check_open()
-            call.label = _label(request.headers.get("x-request-id", ""))
+            call.label = _label(request.headers.get("x-request-id", ""), None)
             wanted = parse(await read_body(request, self.settings.max_body_bytes), kind)
-            call.label = _label(getattr(wanted, "request_id", None) or call.label)
+            call.label = _label(getattr(wanted, "request_id", None) or call.label, "request_id")
         except Exception as error:
-            raise self.failed(call, error, ("request_id",)) from None
+            raise self.failed(call, error, ()) from None
         return call, wanted
 
     def ended(self, call: Call) -> None:
@@ -62,8 +62,12 @@ class FrontService:
         return found
 
 
-def _label(label: str) -> str:
-    check_label(label)
+def _label(label: str, param: str | None) -> str:
+    """The label, once checked. param: the field that it comes from; None: the header."""
+    try:
+        check_label(label)
+    except RequestError as error:
+        raise bad_request(str(error), param) from None
     if not label.isprintable() or not label.isascii():
-        raise RequestError("the request id has characters that a header cannot have")
+        raise bad_request("the request id has characters that a header cannot have", param)
     return label

@@ -7,6 +7,8 @@ import msgspec
 LOOPBACK = "127.0.0.1"
 #: of one request's body. Token ids need up to 8 bytes each, and texts have limits of their own.
 MAX_BODY_BYTES = 32 << 20
+#: of one worker; an idle one costs some 20 KB
+MAX_CONNECTIONS = 10_000
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     resume_within_s: float = 60.0
     max_body_bytes: int = MAX_BODY_BYTES
+    max_connections: int = MAX_CONNECTIONS  # of a worker
     max_prompt_bytes: int | None = None
     max_request_bytes: int | None = None
     #: seconds after which a connection is closed whose client does not read, or does not send its headers or

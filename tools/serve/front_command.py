@@ -42,6 +42,9 @@ def front(
     manage_adapters: Annotated[
         bool, typer.Option(help="Let requests add and remove LoRA adapters from folders of this machine.")
     ] = False,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections of each worker; further ones are refused with 503.")
+    ] = 10_000,
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt is the engine's.")] = (
         "fastertransformer"
     ),
@@ -72,5 +75,6 @@ def front(
         api_key_file="" if api_key_file is None else str(api_key_file),
         engine_model=engine_model,
         manage_adapters=manage_adapters,
+        max_connections=max_connections,
     )
     raise typer.Exit(run(arguments))

@@ -11,6 +11,8 @@ from tridecode.backend.front.errors import ApiError
 from tridecode.backend.front.settings import FrontSettings
 
 MAX_HEADER_BYTES = 65_536
+#: seconds in which a client may read why its connection is refused
+_REFUSED_S = 1.0
 #: key of the connection in the ASGI scope
 CONNECTION = "tridecode.connection"
 
@@ -33,6 +35,7 @@ class Connection(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True
+        self._refused = False  # whether this connection is one too many
 
     # ------------------------------------------------------------ for the answer
 
@@ -47,7 +50,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm(self.settings.idle_s)
+        if len(self.connections) > self.settings.max_connections:
+            self._refuse_connection()
+        else:
+            self._arm(self.settings.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -76,6 +82,8 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._in_headers:
             if self._header_bytes == 0:
                 self._arm(self.settings.headers_s)
@@ -129,16 +137,26 @@ class Connection(HttpToolsProtocol):
     def _refuse_headers(self) -> None:
         self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES:,} bytes", "headers_too_large")
 
+    def _refuse_connection(self) -> None:
+        """Answer before there is a request, and close a little later: closed at once, with a request unread,
+        the connection would be reset and the answer lost."""
+        self._refused = True
+        text = f"this service has {self.settings.max_connections:,} connections, which is its limit"
+        self._write_error(503, text, "too_many_connections", b"retry-after: 1\r\n")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_REFUSED_S, self.transport.close)
+
+    def _write_error(self, status: int, text: str, code: str, headers: bytes = b"") -> None:
+        kind = "service_unavailable_error" if status == 503 else "invalid_request_error"
+        body = ApiError(status, text, kind=kind, code=code).body
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + headers + b"\r\n" + body)
+
     def _refuse(self, status: int, text: str, code: str) -> None:
         """Answer in OpenAI's shape and close; only close where an answer has begun."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = ApiError(status, text, code=code).body
-            self.transport.write(
-                STATUS_LINE[status]
-                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-                % len(body)
-                + body
-            )
+            self._write_error(status, text, code)
             if self.cycle is not None and not self.cycle.response_complete:
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()

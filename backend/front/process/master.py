@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import signal
@@ -131,9 +132,7 @@ def _how(code: int) -> str:
 
 
 def _raise_file_limit() -> None:
-    """A connection is a descriptor: as many as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    """A connection is an open file: as many as the system allows. Workers inherit the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError):
-        _log.warning("at most %d connections: the limit of open files cannot be raised", soft)

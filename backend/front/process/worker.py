@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -32,9 +34,14 @@ from tridecode.backend.supervisor import processes
 #: seconds that open requests get after SIGTERM
 DRAIN_S = 20
 _CONNECTIONS_EVERY_S = 1.0
+#: file descriptors of a worker for everything but accepted clients, with room for those being refused
+_OTHER_FILES = 256
 #: seconds that a thread keeps the interpreter while another waits for it: the engine link's thread and the
 #: event loop take turns for each step
 _SWITCH_S = 0.001
+
+
+_log = logging.getLogger("tridecode.front")
 
 
 async def serve(settings: FrontSettings, number: int, listening: socket.socket, counts_fd: int) -> None:
@@ -91,11 +98,22 @@ async def _watch(front: FrontService, server: uvicorn.Server) -> None:
         await asyncio.sleep(_CONNECTIONS_EVERY_S)
 
 
+def _within_file_limit(settings: FrontSettings) -> FrontSettings:
+    """Lower max_connections to what the system allows this process."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY or files - _OTHER_FILES >= settings.max_connections:
+        return settings
+    most = max(1, files - _OTHER_FILES)
+    _log.warning("at most %d connections, because this process may have %d open files", most, files)
+    return msgspec.structs.replace(settings, max_connections=most)
+
+
 def main() -> None:
     processes.die_with_parent()
     number, socket_fd, counts_fd = map(int, sys.argv[1:4])
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontSettings)
     log_format.configure(f"openai {number}" if settings.workers > 1 else "openai")
+    settings = _within_file_limit(settings)
     sys.setswitchinterval(_SWITCH_S)
     os.environ.setdefault("TRIDECODE_OWNER", settings.owner)
     listening = socket.socket(fileno=socket_fd)

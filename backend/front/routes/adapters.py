@@ -71,8 +71,7 @@ def _load(wanted: LoadAdapter, folder: Path) -> None:
     if os.path.lexists(target) and not wanted.load_inplace:
         raise bad_request(f"the adapter {shown(wanted.lora_name)} is loaded already", "lora_name", "exists")
     for name in (CONFIG_FILE, TENSOR_FILE):
-        file = source / name
-        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+        if not _is_adapter_file(source / name):
             text = f"lora_path has no {name}; wanted a folder in PEFT's layout, with safetensors"
             raise bad_request(text, "lora_path", "not_found")
     staging = folder / f".{wanted.lora_name}.adding-{os.getpid()}"
@@ -86,6 +85,13 @@ def _load(wanted: LoadAdapter, folder: Path) -> None:
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_adapter_file(file: Path) -> bool:
+    try:
+        return file.is_file() and file.stat().st_size <= _MAX_BYTES
+    except (OSError, ValueError):  # a path that is too long, or has a NUL or half of a surrogate pair
+        return False
 
 
 def _unload(wanted: UnloadAdapter, folder: Path) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
-from tridecode.backend.front.errors import bad_request
+from tridecode.backend.front.errors import ApiError, bad_request
 from tridecode.backend.front.fields.chat import ChatMessage, ChatRequest
 from tridecode.backend.front.fields.completions import CompletionRequest
 from tridecode.backend.front.json_body import convert
@@ -22,6 +22,7 @@ from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.routes.completions import text_request
 from tridecode.backend.front.service import FrontService
+from tridecode.backend.service.text_request import FieldNames
 
 #: max_new_tokens of Colossal-Inference's InferenceConfig
 _DEFAULT_MAX_TOKENS = 256
@@ -85,6 +86,7 @@ async def _complete(request: Request, body: Any) -> Response:
             front.model,
             CompletionRequest(prompt=wanted.prompt, **_sampling(wanted)),
             front.model.find(wanted.model)[1],
+            _names(wanted, "prompt"),
         )
     except Exception as error:
         raise front.failed(call, error, GenerateFields.__struct_fields__) from error
@@ -101,6 +103,7 @@ async def chat_answer(request: Request) -> Response:
             front.model,
             CompletionRequest(prompt=prompt, add_special_tokens=False, **_sampling(wanted)),
             adapter,
+            _names(wanted, "messages"),
         )
     except Exception as error:
         raise front.failed(call, error, ChatFields.__struct_fields__) from error
@@ -120,8 +123,18 @@ def _sampling(wanted: ColossalFields) -> dict[str, Any]:
         "repetition_penalty": wanted.repetition_penalty,
         "stream": wanted.streams,
     }
-    convert({**values, "prompt": ""}, CompletionRequest)  # the ranges
+    try:
+        convert({**values, "prompt": ""}, CompletionRequest)  # the ranges
+    except ApiError as error:
+        if error.fields.param != "max_tokens" or wanted.max_tokens is not None:
+            raise
+        text = error.fields.message.replace("max_tokens", "max_new_tokens", 1)
+        raise bad_request(text, "max_new_tokens", error.fields.code or "") from None
     return values
+
+
+def _names(wanted: ColossalFields, prompt: str) -> FieldNames:
+    return FieldNames(prompt, "max_new_tokens" if wanted.max_tokens is None else "max_tokens")
 
 
 async def _answer(

@@ -39,7 +39,7 @@ from tridecode.backend.text.completion import Piece
 from tridecode.backend.text.token_texts import TextOffsets
 
 NAMES = CompletionRequest.__struct_fields__
-_FIELDS = FieldNames("prompt", "max_tokens", "stop")
+FIELDS = FieldNames("prompt", "max_tokens", "stop")
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -98,10 +98,12 @@ def read_prompts(prompt: str | list[Any], name: str = "prompt") -> list[Prompt]:
     return items
 
 
-def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) -> TextRequest:
-    """Return the request of a completion. Raises ApiError and RequestErrors."""
+def text_request(
+    model: ServedModel, wanted: CompletionRequest, adapter: str, names: FieldNames = FIELDS
+) -> TextRequest:
+    """Return the request of a completion. names: the client's. Raises ApiError and RequestErrors."""
     limits = model.limits()
-    prompts = read_prompts(wanted.prompt)
+    prompts = read_prompts(wanted.prompt, names.prompt)
     n = wanted.n or 1
     sequences = wanted.best_of or n
     if sequences < n:
@@ -127,7 +129,7 @@ def text_request(model: ServedModel, wanted: CompletionRequest, adapter: str) ->
         log_probs=tops >= 0,
         add_special_tokens=or_default(wanted.add_special_tokens, model.settings.add_special_tokens),
         cut=wanted.max_tokens is None,
-        names=_FIELDS,
+        names=names,
     )
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tridecode.backend.front.answering import answer, event
 from tridecode.backend.front.calls import Call
+from tridecode.backend.front.errors import ApiError, bad_request
 from tridecode.backend.front.fields.answers import Usage
 from tridecode.backend.front.fields.chat import ChatLogprobs
 from tridecode.backend.front.fields.completions import CompletionRequest
@@ -22,6 +23,7 @@ from tridecode.backend.front.sampling import refuse_unsupported
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Tally
 from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.service.text_request import FieldNames
 from tridecode.backend.text.completion import Piece
 
 
@@ -52,6 +54,7 @@ class Generated(msgspec.Struct):
     usage: Usage | None = None
 
 
+_FIELDS = FieldNames("token_ids", "max_tokens", "stop")
 NAMES = (*GenerateRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
 
 
@@ -63,19 +66,21 @@ async def generate(request: Request) -> Response:
         for name in ("model", "stream", "stream_options", "prompt", "echo"):
             params.pop(name, None)
         count = params.pop("logprobs", None)
-        as_completion = convert(
+        as_completion = _completion(
             {
                 **params,
                 "prompt": wanted.token_ids,
                 "stream": wanted.stream,
                 "priority": wanted.priority,
                 "logprobs": 0 if count is None else count,  # the ids come with the log probabilities
-            },
-            CompletionRequest,
+            }
         )
+        if (as_completion.best_of or 0) > (as_completion.n or 1):
+            text = "sampling_params.best_of is above n, which this route does not implement; leave it out"
+            raise bad_request(text, "sampling_params.best_of", "unsupported_parameter")
         silent = refuse_unsupported(as_completion)
         _, adapter = front.model.find(wanted.model)
-        asked = text_request(front.model, as_completion, adapter)
+        asked = text_request(front.model, as_completion, adapter, _FIELDS)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     writer = GenerateWriter(front.model, call, wanted, count, as_completion.n or 1)
@@ -90,6 +95,16 @@ async def generate(request: Request) -> Response:
         names=NAMES,
         silent=silent,
     )
+
+
+def _completion(fields: dict[str, Any]) -> CompletionRequest:
+    """Raises ApiError that names a field within sampling_params."""
+    try:
+        return convert(fields, CompletionRequest)
+    except ApiError as error:
+        found = error.fields
+        where = "token_ids" if found.param == "prompt" else f"sampling_params.{found.param}"
+        raise bad_request(found.message, where, found.code or "") from None
 
 
 class GenerateWriter(TallyWriter):

@@ -38,7 +38,7 @@ _GETS: dict[str, tuple[Any, str]] = {
     "/metrics": (None, "Metrics in Prometheus' text format"),
 }
 _STREAMED = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
-_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
+_ERRORS = (400, 401, 404, 413, 415, 429, 500, 503, 504)
 
 
 async def document(request: Request) -> Response:

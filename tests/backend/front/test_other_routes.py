@@ -40,7 +40,7 @@ def test_token_ids_in_and_out(front: Front, engine: FakeEngine, ids: Ids) -> Non
     events = [json.loads(event[6:]) for event in streamed[:-2]]
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens
     wrong = front.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"topk": 1}})
-    assert error_of(wrong)["param"] == "topk"
+    assert error_of(wrong)["param"] == "sampling_params.topk"
 
 
 def test_colossal_inferences_routes(front: Front, engine: FakeEngine, ids: Ids) -> None:
@@ -81,6 +81,9 @@ def test_adapters_come_and_go(supervisor: FakeSupervisor, engine: FakeEngine, tm
             )
         missing = {"lora_name": "other", "lora_path": str(tmp_path)}
         assert error_of(front.post("/v1/load_lora_adapter", missing))["param"] == "lora_path"
+        for path in ("x" * 5000, "a\0b"):
+            wrong = {**missing, "lora_path": path}
+            assert error_of(front.post("/v1/load_lora_adapter", wrong))["param"] == "lora_path"
         assert front.post("/v1/unload_lora_adapter", {"lora_name": "french"}).status_code == 200
         assert len(front.openai.models.list().data) == 1 and source.is_dir()
         assert front.post("/v1/unload_lora_adapter", {"lora_name": "french"}).status_code == 404
@@ -118,3 +121,34 @@ def test_the_document_describes_bodies_and_answers(front: Front) -> None:
     answer = front.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "logprobs": 1}).json()
     found = {"$ref": "#/components/schemas/Completion", "components": document["components"]}
     jsonschema.validate(answer, found)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"best_of": 2}},
+            "sampling_params.best_of",
+        ),
+        ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"top_k": "x"}},
+            "sampling_params.top_k",
+        ),
+        ("/inference/v1/generate", {"token_ids": [5], "request_id": "\ud83d"}, "request_id"),
+        ("/generate", {"prompt": "x", "max_new_tokens": 2**31}, "max_new_tokens"),
+        ("/completion", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(
+    front: Front, path: str, body: dict[str, object], param: str
+) -> None:
+    response = front.post(path, content=json.dumps(body).encode())
+    assert response.status_code == 400 and error_of(response)["param"] == param, response.text
+
+
+def test_compressed_bodies_are_refused(front: Front) -> None:
+    response = front.post("/tokenize", content=b"x", headers={"content-encoding": "gzip"})
+    assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_encoding")
