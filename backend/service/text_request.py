@@ -61,14 +61,6 @@ class TextRequest:
         several = len(self.prompts) > 1 or self.first_row
         return f"{self.names.prompt} of row {self.first_row + row}" if several else self.names.prompt
 
-    @classmethod
-    def of_one(
-        cls, prompt: Prompt, params: SamplingParams, stop_words: Sequence[str] = (), streaming: bool = True
-    ) -> TextRequest:
-        """Return a request of one prompt, without an adapter, whose answer omits the prompt."""
-        words = tuple(dict.fromkeys(word for word in stop_words if word))
-        return cls([prompt], [params], [words], [""], [0], streaming, exclude=True)
-
 
 def check_texts(asked: TextRequest, limits: TextLimits) -> int:
     """Return the bytes of a request's texts and token ids.

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tridecode.kernels.formats.quantized import QuantizedWeight, unpacked
 
-GRANULE_ROWS, GRANULE_BYTES = 8, 512
-#: format -> inputs of a granule
+GRANULE_ROWS = 8
+#: inputs of a granule by format
 GRANULE_INPUTS = {"int8": 64, "fp8": 64, "int4": 128}
-#: format -> weight_format of a task (csrc/api.h)
+#: weight_format of a task (csrc/api.h) by format
 FORMAT_CODES = {"int8": 1, "fp8": 2, "int4": 3}
 #: added to a 4-bit value by the kernel, and to its zero in `groups`: 16 to 31 are exact in either dtype
 BIAS = 16.0
@@ -30,11 +30,10 @@ class PackedWeight:
     """A weight (rows, columns) in 8 or 4 bit on a GPU.
 
     format: that of QuantizedWeight. dtype: that of the GEMM. values: (ceil(rows / 8), chunks, 512) uint8,
-    chunks of 64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G)
-    int32, int4: the scale in the low half, the zero plus BIAS in the high one, both of dtype. zeros: int4
-        only; "eight" if all are 8, "whole" if all are integers from 0 to 15, else "any". order: if columns
-    were
-        sorted by their groups (GPTQ's act-order), (columns,) int32: column c takes input order[c].
+    chunks of 64 or 128 columns. scales: (rows,) float32, for int8 and fp8. groups: (ceil(rows / 8), chunks,
+    8, G) int32, for int4: the scale in the low half, the zero plus BIAS in the high half, both in dtype.
+    zeros: for int4; "eight" if all are 8, "whole" if all are integers from 0 to 15, else "any". order:
+    (columns,) int32 if columns were sorted by their groups (GPTQ's act-order): column c takes input order[c].
     """
 
     format: str
@@ -54,7 +53,7 @@ class PackedWeight:
 
     @property
     def product_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of x that a GEMM with this weight accepts."""
+        """Return the dtypes of x that a GEMM with this weight accepts."""
         return (self.dtype,)
 
     @property
@@ -80,7 +79,7 @@ class PackedWeight:
 
     @cached_property
     def fields(self) -> dict[str, float]:
-        """The fields of a GEMM task that describe the weight, shared by its launches."""
+        """Return the fields of a GEMM task that describe the weight, shared by its launches."""
         return {
             "weight": self.values.data_ptr(),
             "weight_format": FORMAT_CODES[self.format],
@@ -115,7 +114,7 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
 def _may_be_sorted(weight: QuantizedWeight) -> bool:
     """Return whether the shapes allow int4 groups that become consecutive when columns are sorted by group.
 
-    A tensor rank's part of the inputs has more groups than that.
+    A tensor rank's share of the inputs has more groups than that.
     """
     size = weight.group_size
     return weight.format == "int4" and size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
@@ -154,14 +153,14 @@ def granules(format: str, rows: int, columns: int) -> tuple[int, int]:
 
 
 def _padded(values: Tensor, inputs: int) -> Tensor:
-    """(out, in) -> (eights, 8, chunks, inputs), padded with zeros."""
+    """Split (out, in) into (eights, 8, chunks, inputs), padded with zeros."""
     rows, columns = values.shape
     values = torch.nn.functional.pad(values, (0, -columns % inputs, 0, -rows % GRANULE_ROWS))
     return values.unflatten(1, (-1, inputs)).unflatten(0, (-1, GRANULE_ROWS))
 
 
 def _packed8(values: Tensor) -> Tensor:
-    """uint8 (out, in) -> (eights, chunks, 512)."""
+    """Pack uint8 (out, in) to (eights, chunks, 512)."""
     # inputs of a granule are (step, half, t, second): 16 step + 8 half + 2 t + second
     parts = _padded(values, GRANULE_INPUTS["int8"]).unflatten(3, (4, 2, 4, 2))
     # bytes are (row, t, step, second, half)
@@ -169,7 +168,7 @@ def _packed8(values: Tensor) -> Tensor:
 
 
 def _packed4(values: Tensor) -> Tensor:
-    """uint8 of 0 to 15 (out, in) -> (eights, chunks, 512)."""
+    """Pack uint8 of 0 to 15 (out, in) to (eights, chunks, 512)."""
     # inputs of a granule are (word, step, half, t, second): 32 word + 16 step + 8 half + 2 t + second
     parts = _padded(values, GRANULE_INPUTS["int4"]).unflatten(3, (4, 2, 2, 4, 2))
     # bytes are (row, t, word, second, step), each of a low and a high half byte
@@ -180,7 +179,7 @@ def _packed4(values: Tensor) -> Tensor:
 def _packed_groups(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     size = weight.group_size or columns
-    count = 1 if weight.scales.shape[1] == 1 or size % 128 == 0 else 128 // size  # of a granule
+    count = 1 if weight.scales.shape[1] == 1 or size % 128 == 0 else 128 // size  # groups of a granule
     eights, chunks = granules(weight.format, rows, columns)
     firsts = torch.arange(chunks * count, device=weight.scales.device) * (128 // count)
     of_group = (firsts // size).clamp_(max=weight.scales.shape[1] - 1)
@@ -196,7 +195,7 @@ def _kind(zeros: Tensor | None) -> str:
     """Return PackedWeight.zeros."""
     if zeros is None:
         return "eight"
-    if zeros.is_meta:  # memory is planned
+    if zeros.is_meta:  # the memory plan has no data
         return "any"
     if bool((zeros == 8).all()):
         return "eight"

@@ -29,8 +29,8 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Quantise the rows of x, or of norm(x) rounded to X, with their columns in `order`.
 
-    operand: a name of tridecode_operand. Returns the values (T * C bytes; in two parts those of
-    kernels.quantized.rows_of_two_parts) and the scales (4 * T bytes; in fp8_blocks (ceil(C / 128), T)) of
+    operand: a name of tridecode_operand. Returns the values (T * C bytes; in two parts the high parts of 8
+    tokens, then their low parts) and the scales (4 * T bytes; in fp8_blocks (ceil(C / 128), T)) of
     kernels.quantized.rounded_activations, valid until the next operation.
     """
     tokens, columns = x.shape

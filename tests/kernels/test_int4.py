@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tests.kernels.packing import in_granule_order, rows_of_two_parts
 from tests.kernels.test_gemm_table import instance_of, instances
 from tests.kernels.test_linear import make_heads, norm64
 from tests.kernels.test_packed_linear import Case
@@ -26,8 +27,6 @@ from tridecode.kernels.bench.shapes import SHAPES
 from tridecode.kernels.formats.packed_weight import PackedWeight, multiplied_in_int8, pack
 from tridecode.kernels.formats.quantized import (
     QuantizedWeight,
-    in_granule_order,
-    rows_of_two_parts,
     two_parts,
 )
 from tridecode.kernels.gemm.eight_bit import quantize_rows

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tests.kernels.packing import rows_of_two_parts
 from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.formats.quantized import (
     QuantizedWeight,
     rounded_activations,
-    rows_of_two_parts,
     stays_in_8_bit,
     two_parts,
 )
