@@ -1,7 +1,7 @@
-"""Pruned checkpoints, cut here with numpy by transformers' layouts, and the unpruned models that equal them.
+"""Pruned checkpoints, made with numpy from transformers' layouts, and equivalent unpruned models.
 
-A head that is cut is zeroed in the model by its columns of the output projection, a neuron of the MLP by its
-column of the down projection: transformers then computes what the pruned network computes.
+The equivalent model zeroes the output projection's columns of each pruned head, and the down projection's
+column of each pruned neuron, so that transformers computes the pruned network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KV_KEYS = ("num_key_value_heads", "num_kv_heads")
 
 
 def unpruned(family: str, **overrides) -> PreTrainedModel:
-    """A tiny model of 3 layers with 12 heads; LLaMA's in 6 groups."""
+    """Make a tiny model of 3 layers with 12 heads; LLaMA's are in 6 groups."""
     return FAMILIES[family](**{**_SIZES[family], **overrides})
 
 
@@ -50,7 +50,8 @@ class Cut:
 
 @dataclass
 class Pruned:
-    """model: zeroed in place. state: the tensors that are left. The lists have an entry for each layer."""
+    """A pruned model. model: zeroed in place. state: the remaining tensors. The lists have one entry per
+    layer."""
 
     model: PreTrainedModel
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Pruned:
     gone: set[str] = field(default_factory=set)
 
     def save(self, directory: Path, **config) -> Path:
-        """A directory with the model's config.json, changed by `config`, and model.safetensors."""
+        """Write a directory with the model's config.json, changed by `config`, and model.safetensors."""
         self.model.config.save_pretrained(directory)
         raw = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**raw, **config}))
@@ -86,8 +87,8 @@ def prune(model: PreTrainedModel, cuts: dict[int, Cut]) -> Pruned:
 
 
 def _cuts(hf: PreTrainedConfig) -> dict[int, Cut]:
-    """Of 3 layers with 12 heads: the first loses four heads, or whole groups of a key/value head; the second
-    a head of each group, or two, and a part of the MLP."""
+    """Return the cuts of 3 layers with 12 heads: the first layer loses four heads or whole groups; the second
+    one or two heads of each group, and a part of the MLP."""
     kv_heads = FAMILIES[hf.model_type].num_kv_heads(hf)
     group = 12 // kv_heads
     first = (1, 5, 6, 11) if kv_heads in (1, 12) else tuple(range(kv_heads // 3 * group or group))
@@ -96,7 +97,8 @@ def _cuts(hf: PreTrainedConfig) -> dict[int, Cut]:
 
 
 def pruned_family(family: str) -> tuple[Pruned, dict[str, list[int]]]:
-    """A tiny model of any family, pruned in two of its three layers, and pruned_heads of its config.json."""
+    """Return a tiny model of any family, pruned in two of three layers, and its config.json's
+    pruned_heads."""
     case = FAMILIES[family]
     model = unpruned(family) if family == "llama" else case(**case.shared)
     cuts = _cuts(model.config)
@@ -105,7 +107,7 @@ def pruned_family(family: str) -> tuple[Pruned, dict[str, list[int]]]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a state dict; its matrices as (in, out), which share their memory."""
+    """One layer of a state dict; its matrices are views (in, out)."""
 
     hf: PreTrainedConfig
     state: dict[str, Tensor]
@@ -116,7 +118,7 @@ class _Layer:
         return FAMILIES[self.hf.model_type]
 
     def names(self, stem: str) -> tuple[str, ...]:
-        """transformers' modules of one of our files."""
+        """Return transformers' modules that make up one of our files."""
         found = self.case.names.get(f"{_LAYER}.{stem}", ())
         names = (found,) if isinstance(found, str) else found
         return tuple(name.replace("{i}", str(self.number)) for name in names)
@@ -132,7 +134,7 @@ class _Layer:
             pruned.state[f"{name}.bias"] = torch.from_numpy(np.ascontiguousarray(bias))
 
     def bias(self, name: str) -> np.ndarray:
-        """(out,), zeros where there is none."""
+        """Return the bias (out,); zeros if there is none."""
         held = self.state.get(f"{name}.bias")
         return np.zeros(self.matrix(name).shape[1], np.float32) if held is None else held.numpy()
 
@@ -155,7 +157,7 @@ def _prune_layer(layer: _Layer, cut: Cut, pruned: Pruned) -> None:
     ]
     modules = {name.partition("#")[0] for name in ups}
     width = len(inner) + len(cut.neurons)
-    for module in modules:  # one that has gate and values holds them side by side
+    for module in modules:  # a module with gate and values holds them side by side
         columns = [start + i for start in range(0, layer.matrix(module).shape[1], width) for i in inner]
         layer.put(pruned, module, layer.matrix(module)[:, columns], layer.bias(module)[columns])
     places = _columns(kept, size), _columns(used, size)
@@ -188,7 +190,8 @@ def _columns(heads, size: int) -> list[int]:
 
 
 def _cut_qkv(case, hf, smaller, stored, sizes, places) -> tuple[np.ndarray, ...]:
-    """transformers' arrays (in, out) of query_key_value with the columns `places` of q, and of k and v."""
+    """Return transformers' query_key_value (in, out), reduced to the columns `places` of q, and of k and
+    v."""
     heads, kv_heads, size = sizes
     ends = [heads * size, (heads + kv_heads) * size]
     numbers = np.split(np.arange((heads + 2 * kv_heads) * size)[None], ends, axis=1)
@@ -201,7 +204,7 @@ def _cut_qkv(case, hf, smaller, stored, sizes, places) -> tuple[np.ndarray, ...]
 
 
 def _layout(case, hf, heads: int, size: int, q, k, v) -> tuple[np.ndarray, ...]:
-    """q (in, H * D), k, v (in, K * D) as transformers stores them."""
+    """Join q (in, H * D) and k, v (in, K * D) in transformers' order."""
     if case.heads == "by head":
         by_head = np.concatenate([part.reshape(len(q), heads, 1, size) for part in (q, k, v)], axis=2)
         return (by_head.reshape(len(q), -1),)

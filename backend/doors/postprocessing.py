@@ -1,9 +1,9 @@
 """Model `postprocessing` of FasterTransformer's ensemble: token ids in, texts out.
 
-Source: the FasterTransformer backend's postprocessing models. As in the original: the whole row is decoded
-with its prompt, and the texts form one flat array of bytes, the beams of a row together. Differences: padding
-after the end is not shown, special tokens are shown only if skip_special_tokens is false, and an id unknown
-to the tokenizer is ignored instead of failing the request.
+Source: the FasterTransformer backend's postprocessing models. As in the original, a row is decoded with its
+prompt, and all texts form one flat array of bytes, the beams of a row next to each other. Unlike the
+original, padding after the end is not decoded, special tokens are shown only if skip_special_tokens is false,
+and ids unknown to the tokenizer are ignored instead of failing the request.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tridecode.backend.doors.door_settings import door_view
 
 class TritonPythonModel(UnaryDoor):
     contract = POSTPROCESSING
-    length_name = "sequence_length"  # the input of the rows' lengths
+    length_name = "sequence_length"  # input with the lengths of rows
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
         self.view = door_view(self.settings, self.tokenizer, self.settings.skip_special_tokens)
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
-        """OUTPUT: (B * K,) UTF-8 bytes of TOKENS_BATCH (B, K, L)."""
+        """Return OUTPUT, (B * K,) UTF-8 bytes, for TOKENS_BATCH (B, K, L)."""
         tokens = inputs.arrays["TOKENS_BATCH"]
         if tokens.ndim not in (2, 3):
             raise RequestError(f"TOKENS_BATCH has shape {list(tokens.shape)}; wanted [B, K, L]")

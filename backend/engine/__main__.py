@@ -1,4 +1,4 @@
-"""`python -m tridecode.backend.engine`: one rank. Started by the supervisor, which owns the arguments."""
+"""Runs one rank: `python -m tridecode.backend.engine`. The supervisor starts it and defines the arguments."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     link.status.exchange = ranks
     config = resolve(config, model, device)
     assert config.max_step_tokens is not None
-    config = replace(  # chosen by the memory, which may differ between the ranks' GPUs
+    config = replace(  # depends on memory, which may differ between the ranks' GPUs
         config,
         max_sequences=ranks.smallest(config.slots),
         max_step_tokens=ranks.smallest(config.max_step_tokens),
@@ -113,7 +113,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
 
 
 class _Progress:
-    """Reports the progress of loading, at most five times a second."""
+    """Reports the progress of loading, at most five times per second."""
 
     def __init__(self, link: RankLink, model: ModelConfig):
         self._link, self._layers, self._last = link, model.num_layers, 0.0
@@ -129,7 +129,7 @@ class _Progress:
 
 
 def door_limits(engine: Engine) -> m.Limits:
-    """Return the limits of the model, for the doors."""
+    """Return the model's limits that doors check."""
     model, config = engine.model_config, engine.config
     assert config.max_sequence_tokens is not None
     return m.Limits(
@@ -210,7 +210,7 @@ def main() -> int:
     log_format.configure(who, who, os.environ.get("TRIDECODE_LOG_LEVEL", "INFO"))
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal is for the server; the supervisor ends us
+    )  # Ctrl-C in a terminal is meant for the server; the supervisor ends this process
     link = RankLink(arguments.control, arguments.epoch, arguments.rank)
     try:
         engine = load(arguments, link)
@@ -222,7 +222,7 @@ def main() -> int:
     except Exception as error:  # the process exits: clients see only this text
         log.error("%s", error if isinstance(error, TridecodeError) else traceback.format_exc())
         _tell_failure(link, error)
-    if arguments.world > 1:  # process groups that others have left may block an orderly exit
+    if arguments.world > 1:  # an orderly exit may block on process groups that other ranks have left
         os._exit(1)
     return 1
 

@@ -23,11 +23,11 @@ from tridecode.converters.references.baichuan import reference
 from tridecode.converters.rules import Rule, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"
-#: values in the published repositories that belong to the network rather than to a setting
+#: values that define the network in the published repositories, and may not differ
 _FIXED = {"hidden_act": "silu", "rope_scaling": None}
 _VOCABULARY_2 = 125696
 _HIDDEN_SIZES = 4096, 5120  # 7B, 13B
-_GGUF_LAYERS = 32, 40  # likewise
+_GGUF_LAYERS = 32, 40  # layers of 7B, 13B
 
 
 class BaichuanConfig(PreTrainedConfig):
@@ -59,7 +59,7 @@ class BaichuanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         if self.vocab_size == _VOCABULARY_2 or self.z_loss_weight is not None:
-            self.model_type = "baichuan2"  # type: ignore[misc]  # as in config.json of another class
+            self.model_type = "baichuan2"  # type: ignore[misc]  # transformers gets the type from the class
 
     @property
     def is_rotary(self) -> bool:

@@ -1,4 +1,4 @@
-"""BLOOM: its query_key_value is stored head by head, q, k and v of each."""
+"""BLOOM: query_key_value is stored head by head, with q, k and v of each head together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
         family="bloom",
         **shape(hf),
         mlp_size=4 * hf.hidden_size,
-        max_positions=DEFAULT_MAX_POSITIONS,  # ALiBi has no table of positions; FasterTransformer's limit
+        max_positions=DEFAULT_MAX_POSITIONS,  # ALiBi has no position table; this is FasterTransformer's limit
         norm_eps=hf.layer_norm_epsilon,
         residual="from_norm" if hf.apply_residual_connection_post_layernorm else "sequential",
         **common,
@@ -55,7 +55,7 @@ def rules(num_heads: int) -> list[Rule]:
 
 
 def _by_head(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
-    """llama.cpp stores all queries, keys and values; transformers head by head."""
+    """Undo llama.cpp's order: it stores all queries, then keys, then values; transformers head by head."""
     return join_heads(hf.num_attention_heads, tensor) if ".attn_qkv." in name else tensor
 
 

@@ -55,7 +55,7 @@ def stack(*heads: Tensor) -> Tensor:
 
 
 def head_rules(config: ModelConfig) -> list[Rule]:
-    """q_norm (H, D) and k_norm (K, D), from a vector for each head."""
+    """Stack the vectors of all heads to q_norm (H, D) and k_norm (K, D)."""
     layer, out = "model.layers.{i}.self_attn", "model.layers.{i}.attention"
     return [
         Rule(
@@ -84,7 +84,7 @@ _GGUF_ROWS = {
 }
 
 
-#: of old checkpoints
+#: tensors of old checkpoints that are ignored
 _IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 _GGUF = GgufRules("stablelm", _gguf_settings, rows=_GGUF_ROWS)
 FAMILY = CheckpointFamily(

@@ -1,6 +1,6 @@
-"""Reads files of torch.save, old and new, as torch_pickle.py does: nothing in them is imported or called.
+"""Reads files of torch.save, old and new, without importing or calling anything in them (torch_pickle.py).
 
-The file may lie within another one (an archive).
+The file may be a part of another one (an archive).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tridecode.converters.sources.pickle_limits import MAX_PICKLE_BYTES, is_plai
 from tridecode.converters.sources.torch_pickle import Region, StoredTensor, Unpickler
 
 _MAX_NODES, _MAX_DEPTH = 1_000_000, 32
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of torch before 1.6
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # files of torch before 1.6
 
 
 class _RegionFile(io.RawIOBase):
-    """A region as a seekable file."""
+    """Presents a region as a seekable file."""
 
     def __init__(self, region: Region):
         self._file, self._region, self._at = open(region.path, "rb"), region, 0  # noqa: SIM115
@@ -66,10 +66,10 @@ def load(region: Region) -> Any:
 
 
 def check_pickle(path: Path) -> None:
-    """Check a file of torch.save: raise UnpicklingError if its pickles cost more than a checkpoint's or hold
-    more than tensors, and nearly any other error for a damaged file.
+    """Check a file of torch.save before torch reads it, because torch's unpickler has no limits.
 
-    torch's own unpickler has no limits, so this runs first.
+    Raises UnpicklingError if its pickles are larger than those of a checkpoint or contain more than tensors,
+    and nearly any other error for a damaged file.
     """
     _read(Region.of_file(path), only_tensors=True)
 
@@ -109,8 +109,8 @@ def _load_zip(region: Region, file: io.BufferedReader, only_tensors: bool) -> An
 
 
 def _load_legacy(region: Region, file: io.BufferedReader, only_tensors: bool) -> Any:
-    """torch before 1.6: pickles of a magic number, a version, the system, the object and the storages' names,
-    then the storages, each after its number of elements.
+    """Read the format of torch before 1.6: pickles of a magic number, a version, the system, the object and
+    the names of the storages; then each storage, preceded by its number of elements.
     """
     magic = Unpickler(file, region, only_tensors).load()
     if not isinstance(magic, int) or magic != _LEGACY_MAGIC:
@@ -140,7 +140,7 @@ def _load_legacy(region: Region, file: io.BufferedReader, only_tensors: bool) ->
 def tensors_of(tree: Any, where: str) -> dict[str, StoredTensor]:
     """Return the tensors of nested dicts, by their keys joined with dots.
 
-    CheckpointError for endless nesting.
+    Raises CheckpointError if they are nested too deeply.
     """
     found: dict[str, StoredTensor] = {}
     stack, nodes = [("", tree, 0)], 0

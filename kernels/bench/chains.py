@@ -1,4 +1,4 @@
-"""Benchmarks of the GEMMs after attention: in one launch, and in one launch each."""
+"""Benchmarks the GEMMs after attention, chained in one launch and as single launches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tridecode.kernels.operands import Linear, Norm, Product
 
 
 def product_chain(rig: Rig) -> Iterator[Result]:
-    """Time the GEMMs after attention in a layer of LLaMA-3-8B and BLOOM-7B1, in one launch and one by one.
+    """Time the GEMMs after attention of a layer of LLaMA-3-8B and BLOOM-7B1, chained and as single launches.
 
-    The next layer's QKV projection is included.
+    They include the QKV projection of the next layer.
     """
     kinds = {
         "16 bit": ("", 0, ""),
@@ -49,7 +49,7 @@ def product_chain(rig: Rig) -> Iterator[Result]:
 def _chain(
     rig: Rig, model: ModelShape, format: str, group: int, activations: str
 ) -> Callable[[int], list[Product]]:
-    """Return the GEMMs of a layer, for a number of tokens."""
+    """Return the GEMMs of a layer for `tokens` tokens."""
     shapes = model.products()
 
     def linear(name: str) -> Linear:

@@ -11,7 +11,7 @@ from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
 from tridecode.kernels.operands import Linear
 
-#: product_format of gemm_library_epilogue, for results in another dtype than X
+#: product_format of gemm_library_epilogue for a product whose dtype differs from X
 _PRODUCT_FORMATS = {torch.float32: 1, torch.int32: 2}
 
 
@@ -26,12 +26,12 @@ class Source(Protocol):
         ...
 
     def by_torch(self, x: Tensor, out: Tensor) -> None:
-        """out = x @ weight^T"""
+        """Compute out = x @ weight^T."""
         ...
 
 
 class Rows:
-    """A weight in 16 bit or float32, used directly."""
+    """Supplies a weight in 16 bit or float32 as it is."""
 
     def __init__(self, gpu: Gpu, weight: Tensor):
         self._gpu, self._weight = gpu, weight
@@ -58,13 +58,13 @@ class Rows:
 
 
 class CublasProducts:
-    """Calls without a norm and without heads."""
+    """GEMM calls without a norm and without heads."""
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
 
     def multiply(self, call: Call, weight: Tensor) -> None:
-        """Compute the call, whose linear has this weight."""
+        """Compute the call with this weight."""
         self.multiply_source(call, Rows(self._gpu, weight))
 
     def multiply_source(self, call: Call, source: Source) -> None:

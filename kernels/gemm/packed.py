@@ -34,7 +34,7 @@ class Packed(DequantisedKind):
         return self.gpu.choose_packed(gemm, GRANULE_INPUTS[weight.format])
 
     def multiply(self, plan: Plan, call: Call, weight: PackedWeight, fields: Mapping[str, float]) -> None:
-        """Launch plan.kernel. fields: those of the norm, or of x in 8 bit."""
+        """Launch plan.kernel. fields: describe the norm, or x in 8 bit."""
         task = {
             **call.fields(),
             **self.gpu.scratch_fields,

@@ -1,11 +1,11 @@
 """Chooses the kernel of a GEMM whose weight is in 8 or 4 bit (packed_weight.py); table.py chooses the others.
 A pure function, without torch or a GPU.
 
-    gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
-    gemm_int4_stream_k_sm90  to 64 tokens, the same of large weights, stream-K through global memory
+    gemm_int4_sm90     up to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K in a cluster
+    gemm_int4_stream_k_sm90  up to 64 tokens, the same for large weights, stream-K through global memory
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
-    gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
-    expand_weight      many tokens: the weight is expanded to 16 bit, and table.py chooses for that
+    gemm_packed_sm90   up to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
+    expand_weight      more tokens: dequantises the weight to 16 bit; table.py chooses the GEMM
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ PACKED_TOKENS = 256
 #: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90; its maximum number of tokens
 FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
-STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
-#: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
+STAGE_INPUTS = 128  # inputs per pipeline stage of gemm_packed_sm90 and gemm_int4_sm90
+#: tokens per tile of gemm_int4_sm90; two of its blocks fit on a multiprocessor
 INT4_TOKENS = (8, 16, 32)
 INT4_RESIDENT = 2
-#: a split of 8 is slower. us on an H200 (bf16, random numbers, quantisation of x included), 8 tokens, split 1
-#: / 2 / 4: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
+#: splits; 8 is slower. us on an H200 (bf16, random values, quantisation of x included), 8 tokens, split 1 /
+#: 2 / 4: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
 INT4_SPLITS = (1, 2, 4)
-#: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS; above: gemm_int4_stream_k_sm90. 16 /
-#: 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 20.6
+#: most tokens of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS; gemm_int4_stream_k_sm90
+#: takes more. us for 16 / 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 20.6
 INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
-#: of gemm_int4_stream_k_sm90: tokens of a tile, inputs of a stage, fewest weights. 64 tokens, in brackets
-#: gemm_packed_sm90: 4096 x 4096: 14.3 (12.6); 6144 x 4096: 15.8 (14.5); 4096 x 14336: 23.7 (26.3); 28672 x
-#: 4096: 37.6 (44.1)
+#: of gemm_int4_stream_k_sm90: tokens per tile, inputs per stage, smallest matrix in weights. us for 64
+#: tokens, gemm_packed_sm90 in brackets: 4096 x 4096: 14.3 (12.6); 6144 x 4096: 15.8 (14.5); 4096 x 14336:
+#: 23.7 (26.3); 28672 x 4096: 37.6 (44.1)
 INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 << 24
 #: minimum stages of a block
 INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
 
-_MMA_STEP_INPUTS = 2048  # granules that the 8 warps of gemm_packed_mma take at once
+_MMA_STEP_INPUTS = 2048  # inputs that the 8 warps of gemm_packed_mma process per step
 _SUM_BYTES = 8192
 _MAX_SPLIT = 64
 
@@ -109,7 +109,7 @@ def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
 
 
 def _x_bytes(gemm: Gemm, split: int, granule_inputs: int) -> int:
-    """Return the shared memory of x's slice of the inputs, padded to what the warps take at once."""
+    """Return the shared memory of a slice of x, padded to the inputs that the warps process per step."""
     chunks = ceil_div(ceil_div(gemm.inputs, granule_inputs), split)
     return ceil_div(chunks * granule_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
 

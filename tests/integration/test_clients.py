@@ -1,8 +1,8 @@
-"""Public clients, unmodified: what they put on the wire, recorded, and tritonclient's ways of calling.
+"""Recorded requests of unmodified public clients, and all calls of tritonclient.
 
-client_requests.json holds requests as FasterTransformer's programs, genai-perf and perf_analyzer sent them to
-a served SmolLM2; docs/guides/clients.md has the commands. A value that all elements of a tensor share stands
-there once.
+client_requests.json has the requests that FasterTransformer's programs, genai-perf and perf_analyzer sent to
+a served SmolLM2; docs/guides/clients.md has the commands. If all elements of a tensor are equal, the file has
+the value once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RECORDED = recorded()
 FT = "FasterTransformer "
 TRT = "TensorRT-LLM "
 CONTRACTS = ["fastertransformer", "tensorrt_llm", "tensorrt_llm_tokens"]
-OURS = "tensorrt_llm_tokens_"  # in front of the names that FasterTransformer's models keep
-VOCABULARY = 30_000  # above the ids that the clients send, below their end id, as SmolLM2's is
+OURS = "tensorrt_llm_tokens_"  # prefix of names that FasterTransformer's models keep
+VOCABULARY = 30_000  # above the ids that the clients send and below their end id, like SmolLM2's
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Stack:
 def stack(tmp_path_factory) -> Iterator[Stack]:
     folder: Path = tmp_path_factory.mktemp("clients")
     model = tiny_gpt2(vocab_size=VOCABULARY, n_positions=256)
-    with torch.no_grad():  # answers are of ids that the tokenizer has, so that they have text
+    with torch.no_grad():  # answers only have ids of the tokenizer, so that they have text
         model.get_input_embeddings().weight[TINY_VOCAB:] *= 0.2
     settings = {"cache_bytes": "67108864"}
     repository = build_repo(
@@ -82,9 +82,9 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
 
 
 def replay(stack: Stack, client: str, model: str, to: str = "") -> list[dict[str, np.ndarray]]:
-    """The outputs of each response to a recorded request, without empty ones, which only say "final".
+    """Return the outputs of each response to a recorded request, without empty final responses.
 
-    to: the model that gets it, if not the one that the client names."""
+    to: the model that gets the request, if not the one that the client names."""
     entry = RECORDED[client, model]
     entry = {**entry, "model": to or model}
     answers = list(responses(stack.grpc, entry))
@@ -309,7 +309,7 @@ def test_a_stop_request_of_the_token_model_ends_the_running_one(stack: Stack) ->
     assert 1 <= len(tokens) < 200 and tokens == stack.greedy(PROMPT, 200)[: len(tokens)]
 
 
-# ---------------------------------------------------------------- tritonclient's ways of calling
+# ---------------------------------------------------------------- calls of tritonclient
 
 PROMPT = [5, 9, 11, 3]
 

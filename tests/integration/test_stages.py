@@ -1,4 +1,5 @@
-"""Pipeline stages in the real tritonserver, alone and with tensor ranks: greedy tokens are transformers'."""
+"""Pipeline stages in the real tritonserver, with and without tensor ranks, give transformers' greedy
+tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tridecode.tools.build_repo.build import build_repo
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-SQUARE = "square"  # tensor_para_size 2 x pipeline_para_size 2; the first one has 2 stages
+SQUARE = "square"  # tensor_para_size 2 x pipeline_para_size 2; the first engine has 2 stages
 RANKS = {FIRST: 2, SQUARE: 4}
 PROMPTS = [[5, 9, 11], [7, 8, 4, 20, 3, 17], [2]]
 COUNT = 24

@@ -1,4 +1,5 @@
-"""Sampling from a vocabulary that ranks share: processes, on one GPU or several, give one rank's tokens."""
+"""Sampling from a vocabulary split over ranks, in processes on one or several GPUs, gives one rank's
+tokens."""
 
 from __future__ import annotations
 
@@ -30,6 +31,6 @@ def test_ranks_give_the_tokens_of_one(what: str, ranks: int) -> None:
 
 
 def test_the_memory_of_the_exchange_is_that_of_its_header() -> None:
-    """Two buffers of 4 KiB for each row and peer, behind the numbers of their rounds."""
+    """The memory has two buffers of 4 KiB per row and peer, after the round numbers."""
     assert exchange_bytes(2, 64) == 256 + 64 * 2 * 4096
     assert exchange_bytes(8, 100) == 512 + 100 * 2 * 7 * 4096

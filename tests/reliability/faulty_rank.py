@@ -1,12 +1,13 @@
-"""A rank of the real engine that has one accident at a named point: for tests of the blame.
+"""A rank of the real engine that fails once at a named point, to test how failures are attributed.
 
-The supervisor starts it in the place of `python -m tridecode.backend.engine` (TRIDECODE_RANK_COMMAND).
-TRIDECODE_TEST_ACCIDENT is RANK:POINT:KIND. It happens once: the file TRIDECODE_TEST_STRUCK, which must not
-exist before, then holds the monotonic time.
+The supervisor starts it instead of `python -m tridecode.backend.engine` (TRIDECODE_RANK_COMMAND).
+TRIDECODE_TEST_ACCIDENT is RANK:POINT:KIND. The accident happens once: it writes the monotonic time to the
+file TRIDECODE_TEST_STRUCK, which must not exist before.
 
-Or the accident is ordered while the engine serves: the file TRIDECODE_TEST_ORDER, RANK:KIND, is taken by that
-rank, which has the accident STEP steps later, when the other ranks have that step's plan. This works with
-CUDA graphs, which call neither all_reduce nor share_tokens: the others' kernels then wait for this rank.
+An accident can also be ordered while the engine serves. The rank named in the file TRIDECODE_TEST_ORDER,
+RANK:KIND, takes the file and fails STEP steps later, when the other ranks have the plan of that step. This
+works with CUDA graphs as well, which call neither all_reduce nor share_tokens: the other ranks' kernels then
+wait for this rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.kernels.operands import Batch
 
-STEP = 6  # the step, counted from 0, in which "step" is
+STEP = 6  # index of the step in which an accident at point "step" happens
 LONG_S = 600.0
 SLOW_S = 5.0
 
@@ -62,7 +63,7 @@ def _spin() -> None:
 
 
 def _slow() -> None:
-    """A step that takes long, but computes."""
+    """Keep computing, as in a step that takes too long."""
     x, end = torch.ones(256, 256), time.monotonic() + SLOW_S
     while time.monotonic() < end:
         x = (x @ x).clamp(max=1.0)
@@ -101,7 +102,7 @@ def _behind(owner: Any, name: str, strike: Callable[..., None]) -> None:
 
 
 def arrange(point: str, strike: Callable[[], None]) -> None:
-    """Have `strike` called when this rank comes to the point."""
+    """Arrange that `strike` is called when this rank reaches the point."""
     calls = [0]
 
     def at(number: int) -> Callable[..., None]:
@@ -152,7 +153,7 @@ class StandInCapturer(Capturer):
 
 
 def stand_in_for_a_gpu() -> None:
-    """Have the engine run the phases of a start that only GPUs have, on the CPU."""
+    """Make the engine run the start-up phases of a GPU on the CPU."""
     prepare = preparation.prepare
 
     def run(engine: Engine, phase: Callable[[str], None]) -> None:
@@ -168,8 +169,8 @@ def stand_in_for_a_gpu() -> None:
 
 
 def take_orders(order: Path, rank: str, strike: Callable[[str], None]) -> None:
-    """Have `strike` called with the kind of the accident that `order` names for this rank, in a step."""
-    waiting: list[str] = []  # the kind, once for each step that is still to come
+    """Arrange that `strike` is called, during a step, with the kind that `order` names for this rank."""
+    waiting: list[str] = []  # the kind, once per remaining step
 
     def step(*_: Any) -> None:
         if waiting:
@@ -182,9 +183,9 @@ def take_orders(order: Path, rank: str, strike: Callable[[str], None]) -> None:
             order.unlink()
             waiting.extend([kind] * STEP)
 
-    if rank == "0":  # it has sent the plan then
+    if rank == "0":  # rank 0 has then sent the plan
         _behind(ProcessRanks, "broadcast_plan", step)
-    else:  # it has received the plan
+    else:  # this rank has then received the plan
         _at(Engine, "launch", step)
 
 
@@ -194,7 +195,7 @@ def _tensor_size() -> int:
 
 def disagree(what: str) -> None:
     """Make this rank differ from the others in `what`."""
-    if what == "flip":  # a bit of the sampling state, which each tensor rank has; in a slot that nobody takes
+    if what == "flip":  # flip a bit of the sampling state, which each tensor rank has, in an unused slot
 
         def flip(engine: Engine, *_: Any) -> None:
             engine.state.sampling.slots[-1, 0] = 7

@@ -1,8 +1,8 @@
-"""Break down the time of a decode step by kernel, from a timeline of the device (torch.profiler, CUPTI).
+"""Breaks down the time of a decode step by kernel, from a timeline of the device (torch.profiler, CUPTI).
 
-Kernels overlap, since each starts before its predecessor has ended and waits for it. A kernel is therefore
-counted from the end of the kernels that started before it, so that the classes plus the bubbles, in which no
-kernel runs, add up to the step.
+Kernels overlap, since each starts before its predecessor has ended and waits for it. A kernel's time
+therefore starts at the end of all kernels that started before it. Kernel classes and bubbles, in which no
+kernel runs, then add up to the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kernel:
 
 
 def record(runner: LoopRunner, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Kernel]:
-    """The device's timeline while the prompts get output_tokens each, in the order of starts."""
+    """Return the device's timeline, in order of start, while each prompt gets output_tokens tokens."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         runner.generate(prompts, output_tokens)
         torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def split_steps(kernels: Sequence[Kernel], after: int, count: int) -> list[list[
 def breakdown(steps: Sequence[Sequence[Kernel]], begun: float) -> dict[str, Any]:
     """Return microseconds per step by class, and of bubbles, over consecutive steps.
 
-    begun: the end of the step before them. "others": the names that took most of "other".
+    begun: the end of the previous step. "others": the kernels with the largest share of "other".
     """
     times: defaultdict[str, float] = defaultdict(float)
     others: defaultdict[str, float] = defaultdict(float)

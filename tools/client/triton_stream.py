@@ -1,4 +1,4 @@
-"""One streamed request over tritonclient's gRPC, and the client's error texts in plain words."""
+"""Sends one streamed request over tritonclient's gRPC, and explains the client's error texts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.base.errors import EngineDownError
 
-_REASON_S = 5.0  # wait for gRPC's reason for a failed stream
+_REASON_S = 5.0  # longest wait for gRPC's reason of a failed stream
 
-#: part of an error text where a peer is absent or not Triton -> plain words
+#: explanations of error texts, by a part of the text, if the peer is absent or not Triton
 NO_SERVER = {
     "refused": "connection refused",
     "resolution failed": "the host name is unknown",
@@ -36,7 +36,7 @@ def tensor(name: str, value: np.ndarray) -> grpc_client.InferInput:
 
 
 def plain_reason(text: str) -> str:
-    """NO_SERVER's words for an error text, else the text on one line."""
+    """Return NO_SERVER's explanation of an error text, else the text on one line."""
     return next((words for part, words in NO_SERVER.items() if part in text), " ".join(text.split()))
 
 
@@ -47,7 +47,7 @@ def stream_results(
     timeout_s: float | None,
     request_id: str = "",
 ) -> Iterator[grpc_client.InferResult]:
-    """The responses with outputs. Closing the iterator cancels the request on the server.
+    """Yield the responses that have outputs. Closing the iterator cancels the request on the server.
 
     timeout_s: longest wait for a response. Raises EngineDownError after it, InferenceServerException with the
     server's text.
@@ -57,7 +57,7 @@ def stream_results(
     try:
         try:
             client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
-        except InferenceServerException as refusal:  # the stream has failed; its callback has the reason
+        except InferenceServerException as refusal:  # the stream has failed; the callback gets the reason
             raise (_next(answers, model, _REASON_S)[1] or refusal) from None
         while True:
             result, error = _next(answers, model, timeout_s)

@@ -1,4 +1,4 @@
-"""Findings about a repository on the machine that will run it: settings, weights, memory."""
+"""Finds problems of a repository on the machine that will run it: settings, weights and memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from tridecode.tools.doctor.fit import Fit, Place, fit, fit_findings
 from tridecode.tools.doctor.machine import Machine
 
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 512 << 20
-_MAX_PROBLEMS = 50  # findings of damaged files
-_LARGEST_FRACTION = 0.95  # memory_fraction beyond it leaves libraries no room
+_MAX_PROBLEMS = 50  # limit of findings about damaged files
+_LARGEST_FRACTION = 0.95  # a larger memory_fraction leaves no room for libraries
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine's settings in a repository. where: its config.pbtxt, for findings. groups: its instances, an
-    engine each.
-    """
+    """The engine's settings in a repository. where: its config.pbtxt. groups: its instances, one engine
+    each."""
 
     where: str
     config: EngineConfig
@@ -66,7 +65,7 @@ def read_engines(repository: Path) -> list[Engine]:
 
 
 def _read_engine(folder: Path) -> Engine:
-    """The files are not trusted: their kind and size are checked before they are read."""
+    """Read the settings; kind and size of the untrusted files are checked first."""
     where = f"{folder.name}/config.pbtxt"
     require_file(folder / "config.pbtxt", MAX_CONFIG_BYTES)
     config = read_engine_config(read_engine_parameters(str(folder)), where)
@@ -92,7 +91,7 @@ def place_of(
 
 
 def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
-    """Return the findings of check_repo, and weight files (all or a sample) whose bytes differ from the
+    """Return the findings of check_repo, and those on weight files (all or a sample) that differ from the
     manifest.
     """
     yield from check_repo(repository, checksums=full)
@@ -117,9 +116,7 @@ def _background_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
 
 
 def _sampled(engine: Engine) -> Iterator[Finding]:
-    """Check 4 KiB of each MiB of every file, if the manifest has that digest, and every byte of some
-    files.
-    """
+    """Check every byte of some files, and 4 KiB of each MiB of all files if the manifest has that digest."""
     try:
         reader = WeightReader(engine.weights, engine.model)
     except TridecodeError:
@@ -144,7 +141,7 @@ def _sampled(engine: Engine) -> Iterator[Finding]:
 
 
 def sample(files: list[ManifestFile]) -> list[ManifestFile]:
-    """Evenly spaced files, the first and the last among them, at most 16 and 512 MiB."""
+    """Return evenly spaced files with the first and the last, at most 16 files and 512 MiB."""
     count = min(_SAMPLED_FILES, len(files))
     chosen = [files[index * (len(files) - 1) // max(count - 1, 1)] for index in range(count)]
     total = 0
@@ -169,7 +166,7 @@ def engine_findings(engine: Engine, machine: Machine, place: Place) -> Iterator[
     elif config.data_type != "fp32":
         yield Finding(
             "warning", where, f"data_type {config.data_type} on a CPU", "fp32",
-            "Set data_type to fp32: 16-bit products are several times slower on most CPUs.",
+            "Set data_type to fp32: 16-bit arithmetic is several times slower on most CPUs.",
         )  # fmt: skip
     if config.num_threads > machine.cpus:
         found = f"num_threads {config.num_threads} on {machine.cpus} CPUs"

@@ -1,4 +1,4 @@
-"""Tables within pages of docs/, between `<!-- table: NAME -->` and `<!-- end -->`."""
+"""Replaces tables in pages of docs/, between `<!-- table: NAME -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def updated(page: str, tables: Mapping[str, str]) -> str:
-    """The page with new tables. Raises KeyError for a marker that names no table."""
+    """Return the page with new tables. Raises KeyError for a marker with an unknown name."""
     return _BLOCK.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n\n{found[3]}", page)
 
 
@@ -22,7 +22,10 @@ def markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def write_or_compare(pages: Mapping[Path, Mapping[str, str]], write: bool, command: str) -> int:
-    """An exit code: 1 if a page has old tables, and `write` does not replace them. pages: page -> tables."""
+    """Write or check the pages. Returns exit code 1 if a table is out of date and `write` is false.
+
+    pages: the tables of each page.
+    """
     code = 0
     for path, tables in pages.items():
         page = path.read_text(encoding="utf-8")
@@ -30,6 +33,6 @@ def write_or_compare(pages: Mapping[Path, Mapping[str, str]], write: bool, comma
         if write:
             path.write_text(new, encoding="utf-8")
         elif new != page:
-            print(f"{path} has old tables; run {command} --write", file=sys.stderr)
+            print(f"{path} has tables that are out of date; run {command} --write", file=sys.stderr)
             code = 1
     return code

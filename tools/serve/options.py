@@ -1,4 +1,4 @@
-"""The settings of `tridecode serve`, and the command line of tritonserver that follows from them."""
+"""The settings of `tridecode serve`, and the command line of tritonserver derived from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tridecode.tools.serve.openai_ports import openai_ports
 from tridecode.tools.serve.ports import check_free
 from tridecode.tools.serve.triton_http import TritonHttp
 
-ORPHANS = "3.5"  # seconds: every open request gets an answer or an error within five
+ORPHANS = "3.5"  # seconds, so that every open request ends within 5 s
 GIVE_UP_AFTER = "10"  # deaths of tritonserver within serving.DEATHS_WITHIN_S
 
 # without a GPU these features only write warnings and errors into the log
@@ -28,10 +28,10 @@ class ServeOptions:
 
     address: where HTTP and gRPC listen, and the metrics unless metrics_address is given. door_python: see
     triton_install.prepare. drain_s: time limit of open requests after SIGTERM. start_timeout_s: longest time
-    without progress during a start. orphans: when tritonserver is restarted for requests that cannot end
-    because their door died: "idle" (when nothing else is open), seconds (then, at the latest), or "leave".
-    give_up_after: deaths of tritonserver within 300 s after which `serve` ends, or "never". openai_port: of
-    the OpenAI service, on `address`; None: as config.pbtxt says. key: of the control APIs.
+    without progress during a start. orphans: when to restart tritonserver because requests cannot end after
+    their door died: "idle" (once no other request is open), a number of seconds (at the latest), or "leave".
+    give_up_after: deaths of tritonserver within 300 s after which `serve` ends, or "never". openai_port: port
+    of the OpenAI service on `address`; None: as in config.pbtxt. key: key of the control APIs.
     """
 
     repository: Path
@@ -50,8 +50,8 @@ class ServeOptions:
     key: str = field(default_factory=triton_access.control_key, repr=False)
 
     def server_arguments(self) -> list[str]:
-        """Return tritonserver's arguments. If a flag occurs twice, Triton uses the later value: the
-        user's."""
+        """Return tritonserver's arguments. The user's come last: Triton uses the later value of a repeated
+        flag."""
         return [
             f"--model-repository={self.repository}",
             f"--http-port={self.http_port}",
@@ -78,7 +78,7 @@ class ServeOptions:
         return TritonHttp(f"{host}:{self.http_port}", self.key)
 
     def ports(self) -> dict[str, int]:
-        """The ports that tritonserver will open, by name."""
+        """Return the ports that tritonserver will open, by name."""
         ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
         for name in ("grpc", "metrics"):
             values = triton_access.values_of(self.triton_args, f"allow-{name}")
@@ -91,7 +91,8 @@ class ServeOptions:
         return self.metrics_address or self.address if name == "metrics" else self.address
 
     def orphans_s(self) -> float | None:
-        """Longest time that orphaned requests stay open, in seconds: infinite for "idle", None for "leave".
+        """Return the longest time in seconds that orphaned requests stay open; "idle": infinite, "leave":
+        None.
 
         Raises ConfigError.
         """
@@ -106,7 +107,8 @@ class ServeOptions:
         return seconds
 
     def max_deaths(self) -> float:
-        """Deaths of tritonserver after which `serve` gives up; infinite for "never". Raises ConfigError."""
+        """Return the deaths of tritonserver after which `serve` gives up; "never": infinite. Raises
+        ConfigError."""
         if self.give_up_after == "never":
             return math.inf
         text = self.give_up_after.strip()
@@ -117,7 +119,8 @@ class ServeOptions:
         return int(text)
 
     def check(self) -> list[str]:
-        """The models to serve. Raises ConfigError for all that can be checked before anything starts."""
+        """Return the models to serve. Raises ConfigError for everything that can be checked before the
+        start."""
         self.orphans_s()
         self.max_deaths()
         for name, seconds in (("drain-s", self.drain_s), ("start-timeout-s", self.start_timeout_s)):
@@ -129,7 +132,7 @@ class ServeOptions:
         return models
 
     def _check_ports(self) -> None:
-        """Raises ConfigError for a port that is taken, or that two services would open."""
+        """Raise ConfigError for a port that is in use, or that two services would open."""
         places = {f"--{name}-port": (self.address_of(name), port) for name, port in self.ports().items()}
         places.update(openai_ports(self.repository, self.openai_port, self.address))
         for setting, (address, port) in places.items():

@@ -12,7 +12,7 @@ from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING,
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
 
-#: control inputs, declared in config.pbtxt: Triton's own information about a request of a sequence
+#: control inputs, declared in config.pbtxt, in which Triton describes a request of a sequence
 CONTROLS = ("START", "READY", "END", "CORRID")
 #: inputs of the plain model that a round cannot have
 _REFUSED = {
@@ -85,7 +85,7 @@ INTERACTIVE = _deeper(
         *_inputs(),
         *_SESSION,
         Field("START", "INT32", "first round", declared=False),
-        Field("READY", "INT32", "false: an empty place in Triton's batch", declared=False),
+        Field("READY", "INT32", "false: an unused entry of Triton's batch", declared=False),
         Field("END", "INT32", "last round", declared=False),
         Field("CORRID", "UINT64", "sequence id", declared=False),
     ),
@@ -93,7 +93,12 @@ INTERACTIVE = _deeper(
         Output("output_ids", "UINT32", (-1, -1), "[1, B, 1, history + W + longest]: the whole conversation"),
         Output("sequence_length", "UINT32", (-1,), "[1, B, 1]: tokens of the conversation"),
         Output("cum_log_probs", "FP32", (-1,), "[1, B, 1]: sum of `output_log_probs` over the row"),
-        Output("output_log_probs", "FP32", (-1, -1), "[1, B, 1, longest]: of each token of this answer"),
+        Output(
+            "output_log_probs",
+            "FP32",
+            (-1, -1),
+            "[1, B, 1, longest]: log probability of each token of this answer",
+        ),
     ),
 )
 

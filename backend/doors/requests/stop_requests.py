@@ -1,4 +1,4 @@
-"""TensorRT-LLM's stop request: `stop` is true, and it has the request id of the request to stop."""
+"""TensorRT-LLM's stop request: it has `stop` = true and the id of the request to stop."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tridecode.backend.wire.messages import Event
 
 
 def stop_running(senders: Senders, stream: Stream) -> None:
-    """End the door's running requests that have the request id of `stream`. RequestError if it has none."""
+    """End the door's running requests with the id of `stream`. Raises RequestError if it has no id."""
     if not stream.label:
         raise RequestError("stop is true; it needs the request id of the request to stop")
     for other in senders.open_streams():
         if other.label == stream.label and other is not stream:
-            other.stop_wanted = True  # for a request that is still being prepared
+            other.stop_wanted = True  # in case the request is still being prepared
             stop_rows(other)
 
 

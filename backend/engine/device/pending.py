@@ -1,4 +1,4 @@
-"""A step that the device works on."""
+"""A step in flight on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tridecode.backend.engine.step.plan import StepResult
 class Pending:
     """A launched step. `wait` returns its result once the device has it.
 
-    check: raises if the device could not compute the step.
+    check: raises an error if the device could not compute the step.
     """
 
     ranks: Ranks
@@ -29,7 +29,7 @@ class Pending:
     on_result: Callable[[StepResult], None] | None = None
     posted: list[Posted] = field(default_factory=list)
     check: Callable[[], None] | None = None
-    accepted: Tensor | None = None  # of a step that verifies: StepResult.accepted
+    accepted: Tensor | None = None  # StepResult.accepted, of a step that verifies drafts
 
     @property
     def is_done(self) -> bool:

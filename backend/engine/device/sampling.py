@@ -1,4 +1,4 @@
-"""The sampling state on the device: initialisation for a sequence that takes a slot, and copies of slots."""
+"""Initialises and copies slots of the sampling state on the device."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def beam_slots(state: SamplingState, beams: BeamRows, first_id: int = 0) -> tupl
 
 
 def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:
-    """Copy int32 values to the front of a tensor."""
+    """Copy int32 values to the beginning of a tensor."""
     to[: len(values)] = _on_device(torch.tensor(np.asarray(values), dtype=torch.int32), to.device)
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an asynchronous copy, whatever the device is executing."""
+    """Return a copy on the device, made without waiting for the device."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

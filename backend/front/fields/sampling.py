@@ -1,4 +1,4 @@
-"""The fields that completions and chats have in common."""
+"""Fields shared by completions and chats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Texts = Annotated[str | list[str], Meta(description="a text or a list of texts")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """include_usage: a last chunk has the token counts; continuous_usage_stats: every chunk has them.
-    include_obfuscation: has no effect."""
+    """Options of a stream. include_usage: the last chunk has the token counts; continuous_usage_stats: every
+    chunk has them. include_obfuscation: no effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -27,7 +27,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request for text: OpenAI's, then ours, which have vLLM's names where vLLM has them."""
+    """Fields of every request for text: OpenAI's, then ours, named like vLLM's if vLLM has them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -92,7 +92,7 @@ NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-#: field -> values, besides null, that mean that the feature is not wanted; any other is refused
+#: neutral values of each field, besides null; any other value is refused
 REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "use_beam_search": (False,),

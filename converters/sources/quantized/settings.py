@@ -1,4 +1,4 @@
-"""quantization_config of a config.json, read as data: every value is checked before it is used."""
+"""Reads quantization_config of a config.json as data and checks every value before it is used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 
-#: no published group is longer than a row of its matrix
+#: published groups are at most as long as a row of the matrix
 _MAX_GROUP = 1 << 20
 
 
 class Settings:
-    """One object of the description. title: what errors call it; where: the file it came from."""
+    """One JSON object of quantization_config. title: its name in errors; where: its file."""
 
     def __init__(self, held: Any, title: str, where: Path):
         if not isinstance(held, dict):
@@ -22,9 +22,9 @@ class Settings:
         self.title, self.where = title, where
 
     def choice(self, key: str, supported: tuple, default: Any) -> Any:
-        """The value of `key`, which is one of `supported`; `default` if it is absent or null.
+        """Return the value of `key`, one of `supported`; `default` if it is absent or null.
 
-        Raises UnsupportedError naming the value and those that are supported.
+        Raises UnsupportedError with the value and the supported ones.
         """
         found = self.held.get(key)
         if found is None:
@@ -38,7 +38,7 @@ class Settings:
         )
 
     def group_size(self, default: int | None = None) -> int:
-        """Consecutive inputs that share a scale; 0: all of them, which is stored as -1 or null."""
+        """Return the number of consecutive inputs that share a scale; 0: all, stored as -1 or null."""
         found = self.held.get("group_size", default)
         if found is None or found == -1:
             return 0
@@ -47,7 +47,7 @@ class Settings:
         return found
 
     def block(self, key: str) -> tuple[int, int] | None:
-        """Rows and columns of the blocks that share a scale; None if absent or null."""
+        """Return rows and columns of the blocks that share a scale; None if absent or null."""
         found = self.held.get(key)
         if found is None:
             return None
@@ -64,13 +64,13 @@ class Settings:
         raise CheckpointError(f"{self.where} has {self.title} with {key} = {shown(found)}; wanted {wanted}")
 
     def unknown(self, *known: str) -> list[str]:
-        """The keys that are neither in `known` nor null, for people."""
+        """Return, as text, the keys that are neither in `known` nor null."""
         found = sorted(set(self.held) - set(known))
         return [key[:80] for key in found if self.held[key] is not None][:20]
 
 
 def shown(value: Any) -> str:
-    """A value of a config.json for an error: short, whatever it is."""
+    """Return a value of a config.json as a short text for an error."""
     if isinstance(value, dict):
         return "an object"
     return "a list" if isinstance(value, list) and len(value) > 8 else repr(value)[:80]

@@ -1,5 +1,4 @@
-"""Pipeline stages with several plans in flight: they work at the same time, and the answers are those of one
-stage."""
+"""Pipeline stages with several plans in flight run at the same time and give the answers of one stage."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Stages:
-    """Lets the last stage begin its n-th step only when the first stage has begun the one after it."""
+    """Delays step n of the last stage until the first stage has begun step n + 1."""
 
     def __init__(self) -> None:
         self.begun = threading.Condition()
@@ -59,7 +58,7 @@ class Stages:
 def test_the_first_stage_has_begun_the_next_step_before_the_last_begins_this_one(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two streams, one step in each stage, until the last steps: nothing comes after them."""
+    """Two streams keep one step in each stage, except for the last steps."""
     stages, load = Stages(), thread_ranks.load_engine
 
     def watched(*arguments) -> Engine:
@@ -98,7 +97,7 @@ EVERY = [
 def test_answers_do_not_depend_on_the_number_of_stages(
     directory: Path, stages: int, blocks: int, pipelined: bool
 ) -> None:
-    """12 blocks: sequences are preempted while a token of theirs is in flight."""
+    """With 12 blocks, sequences are preempted while one of their tokens is in flight."""
     vocab = 96
     prompts = prompts_of([9, 3, 17, 5, 6, 20, 30, 4], vocab)
 
@@ -160,6 +159,6 @@ def test_sequences_spread_over_the_plans_in_flight() -> None:
     for _ in range(16):
         run.step()
     sizes = [plan.num_rows for plan, _ in run.pending]
-    assert sizes == [2, 2, 2]  # and the plan to come
+    assert sizes == [2, 2, 2]  # and the next plan
     run.finish()
     assert all(run.tokens[request, 0] == expected([request], 12) for request in range(8))

@@ -38,7 +38,7 @@ class Talk:
         return self.request
 
     def take(self) -> list[int]:
-        """The answer of the round, which is over."""
+        """Return the answer of the ended round."""
         tokens = self.offline.generations[self.request].tokens
         self.history = [*self.whole, *tokens]
         return tokens
@@ -82,7 +82,8 @@ def test_rounds_give_the_tokens_and_logits_of_transformers_on_the_whole_history(
 
 @torch.inference_mode()
 def banded_greedy(model: torch.nn.Module, prompt: list[int], memory: int) -> list[int]:
-    """transformers' tokens where every token sees the last `memory` only, itself included."""
+    """Return transformers' tokens if every token attends only to the last `memory` tokens, itself
+    included."""
     known = list(prompt)
     for _ in range(COUNT):
         index = torch.arange(len(known))
@@ -105,7 +106,7 @@ def test_a_ring_gives_the_tokens_of_transformers_with_a_band_of_attention(name):
         assert talk.take() == banded_greedy(model, talk.whole, 10)
         assert offline.generations[beside].tokens == hf_greedy(model, [3, 5], COUNT)[0]
     assert len(talk.history) == 33
-    assert offline.scheduler.sessions.num_blocks == 2  # of 8 tokens
+    assert offline.scheduler.sessions.num_blocks == 2  # blocks of 8 tokens
     offline.scheduler.cache.index.evict(10**6)
     talk.submit([2])
     offline.run()

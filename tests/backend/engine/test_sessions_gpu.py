@@ -1,4 +1,4 @@
-"""Sessions on a GPU, the next step launched before the tokens of the one before are read, as in the loop."""
+"""Sessions on a GPU; as in the loop, each step is launched before the previous tokens are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
 
 
 def run_ahead(offline: OfflineEngine) -> None:
-    """All requests to their ends, one step ahead of the results."""
+    """Run all requests to their ends, one step ahead of the results."""
     scheduler, pending = offline.scheduler, None
     while scheduler.has_work or pending is not None:
         plan = scheduler.plan()

@@ -1,4 +1,4 @@
-"""The choice of requests for shadow runs, their queue and their share of the time. No model."""
+"""Selection of requests for shadow runs, their queue, and their share of the time, without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Scorer:
-    """A slice computes 10 positions in `slice_s`, each with a KL of 0.25 and every second one agreeing."""
+    """Computes 10 positions per slice in `slice_s`; each has a KL of 0.25, and every second one agrees."""
 
     def __init__(self, clock: Clock, slice_s: float = 0.01):
         self.clock, self.slice_s = clock, slice_s
@@ -152,7 +152,7 @@ def test_histograms_are_those_of_prometheus() -> None:
     assert beat_values("h", histogram) == wanted
 
 
-#: what may name shadow runs besides their two files: the tables of parts, settings, metrics and GPU tests
+#: files that may name shadow runs besides their own two: the tables of parts, settings, metrics and GPU tests
 TABLES = {
     "backend/configuration/engine_config.py",
     "backend/service/monitoring/metric_table.py",

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions by OpenAI's own client, before a fake engine."""
+"""/v1/completions and /v1/chat/completions, called by OpenAI's own client, with a fake engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_streamed_completion_is_read_by_two_parsers(front: Front, ids: Ids) ->
     bodies = [json.loads(data) for data in events[:-1]]
     assert "".join(choice["text"] for body in bodies for choice in body["choices"]) == TEXT
     assert len({body["id"] for body in bodies}) == 1
-    Completion.model_validate(bodies[-2])  # their model of a whole answer wants a finish_reason
+    Completion.model_validate(bodies[-2])  # OpenAI's model of a whole answer requires a finish_reason
 
 
 def test_a_stop_word_ends_the_text_and_the_engines_work(front: Front, engine: FakeEngine) -> None:

@@ -1,7 +1,7 @@
 """A front end without Triton: python -m tests.backend.service.text_program ENGINE_DIR TOKENIZER_DIR
 
-Answers the requests on its standard input, one JSON object a line, with one JSON object each. It has no
-Triton module, no torch and no transformers, and it cannot find its parent process.
+Reads requests from standard input, one JSON object per line, and answers each with one JSON object. It has
+no Triton module, no torch and no transformers, and it cannot look up its parent process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """Modules that this process must do without."""
+    """Makes the import of modules fail that this process must not need."""
 
     names = ("triton_python_backend_utils", "torch", "transformers")
 
@@ -55,7 +55,8 @@ def main(engine_dir: str, tokenizer_dir: str) -> None:
 
 
 def answer(service: TextService, wanted: dict[str, Any]) -> dict[str, Any]:
-    """wanted: prompt (text or ids) or messages; max_tokens, stop, whole, cancel_after (pieces)."""
+    """Answer one request. wanted: prompt (text or ids) or messages; max_tokens, stop, whole, cancel_after
+    (pieces)."""
     found: dict[str, Any] = {"pieces": [], "prompt_tokens": 0, "output_tokens": 0, "finish": ""}
     wakes: queue.SimpleQueue[TextStream] = queue.SimpleQueue()
     try:

@@ -1,4 +1,5 @@
-"""Settings of GPT-J, CodeGen, Falcon, MPT, GPT-BigCode and GPT-Neo: what is run, what is refused by name."""
+"""Settings of GPT-J, CodeGen, Falcon, MPT, GPT-BigCode and GPT-Neo that are run, and those refused by
+name."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tridecode.converters.parity.comparison import check_parity
 COMMON = {"model_name": "m", "start_id": 0, "end_id": 0, "weight_dtype": "fp32", "tied_head": True}
 OLD = {"new_decoder_architecture": False}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
-#: (family, settings, what the error says)
+#: (family, settings, part of the error)
 REFUSED = [
     ("gptj", {"rotary_dim": 0}, "GPT-J with rotary_dim = 0; this version runs even numbers up to"),
     ("gptj", {"rotary_dim": 5}, "rotary_dim = 5"),
@@ -79,8 +80,8 @@ def mpt_with_alibi_bias_max_16(directory: Path, architecture: str) -> Path:
 
 
 def test_mosaics_alibi_bias_max_is_run_and_proved(tmp_path):
-    """transformers computes 8 whatever the config says; the slopes of the model to compare with are given by
-    hand here, as in MosaicML's attention.py."""
+    """transformers always uses 8, so the test sets the slopes of the reference model as MosaicML's
+    attention.py does."""
     source = mpt_with_alibi_bias_max_16(tmp_path / "hf", "MPTForCausalLM")
     checkpoint = open_checkpoint(source)
     planned = plan_conversion(checkpoint)
@@ -104,7 +105,7 @@ def test_an_mpt_of_transformers_has_the_alibi_of_transformers(tmp_path):
 
 
 def test_falcons_alibi_is_rounded_as_in_transformers_far_beyond_256_positions():
-    """12 heads: slopes that bfloat16 rounds; from position 257 on it rounds every product."""
+    """With 12 heads bfloat16 rounds the slopes; from position 257 on it rounds every product."""
     settings = {"alibi": True, "num_attention_heads": 12, "max_position_embeddings": 1024}
     model = FAMILIES["falcon"](**settings)
     prompts = prompts_of([300, 421, 3], model.config.vocab_size)

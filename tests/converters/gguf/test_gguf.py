@@ -1,4 +1,4 @@
-"""GGUF files: a tiny one written here with llama.cpp's own writer, and SmolLM2 from its package."""
+"""GGUF files: tiny ones made with llama.cpp's own writer, and SmolLM2 from its package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llama_cpp_name(name: str) -> str:
 
 
 def as_llama_cpp(name: str, weight: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of q and k: element d and d + D/2 of a head lie side by side."""
+    """Reorder the rows of q and k as llama.cpp does: elements d and d + D/2 of a head are neighbours."""
     for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
         if part in name:
             size = weight.shape[0] // count
@@ -61,7 +61,8 @@ def as_llama_cpp(name: str, weight: np.ndarray, heads: int, kv_heads: int) -> np
 
 
 def write_gguf(path: Path, model, kind: gguf.GGMLQuantizationType, **extra) -> Path:
-    """The model in llama.cpp's format: matrices of type `kind`, the rest float32. extra: more metadata."""
+    """Write the model in llama.cpp's format: matrices of type `kind`, other tensors float32. extra:
+    metadata."""
     hf = model.config
     writer = gguf.GGUFWriter(path, extra.pop("architecture", "llama"))
     writer.add_block_count(hf.num_hidden_layers)
@@ -99,7 +100,7 @@ def write_gguf(path: Path, model, kind: gguf.GGMLQuantizationType, **extra) -> P
 
 @pytest.fixture(scope="module")
 def model():
-    """Sizes that llama.cpp's blocks of 32 divide."""
+    """Make a model whose sizes are multiples of llama.cpp's blocks of 32."""
     return tiny_llama(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 40000.0},
@@ -131,7 +132,7 @@ def test_its_metadata_become_the_config(tmp_path, model):
     assert config.norm_eps == pytest.approx(hf.rms_norm_eps)
     assert not config.tied_head
     assert (config.start_id, config.end_id) == (1, 2)
-    assert checkpoint.eos_ids == [2, 5]  # the end of a turn ends a text too
+    assert checkpoint.eos_ids == [2, 5]  # the end of a turn also ends a text
 
 
 def test_a_directory_with_one_gguf_is_that_gguf(tmp_path, model):
@@ -170,7 +171,7 @@ def test_a_gguf_whose_counts_lie_is_refused_at_once(tmp_path, model, at):
 
 
 def tiny_gpt2_32():
-    """Sizes that llama.cpp's blocks of 32 divide, and positions that are not GPT-2's own 1024."""
+    """Make a model with multiples of llama.cpp's blocks of 32, and other positions than GPT-2's 1024."""
     return tiny_gpt2(n_embd=64, n_head=4, n_positions=96, n_inner=160)
 
 
@@ -179,8 +180,8 @@ def tiny_bloom_32():
 
 
 def written_as_llama_cpp_does(path: Path, model, kind: gguf.GGMLQuantizationType, pre: str) -> Path:
-    """A GPT-2 or BLOOM as convert_hf_to_gguf.py writes it: names from gguf's own table, GPT-2's matrices
-    transposed, BLOOM's query_key_value regrouped from heads of three to three of all heads."""
+    """Write GPT-2 or BLOOM like convert_hf_to_gguf.py: names from gguf's table, GPT-2's matrices transposed,
+    BLOOM's query_key_value regrouped from q, k, v per head to all q, all k, all v."""
     hf = model.config
     architecture = {"gpt2": gguf.MODEL_ARCH.GPT2, "bloom": gguf.MODEL_ARCH.BLOOM}[hf.model_type]
     names = gguf.get_tensor_name_map(architecture, hf.num_hidden_layers)
@@ -239,7 +240,8 @@ def test_the_tensors_of_another_familys_gguf_are_transformers_again(tmp_path, fa
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_another_familys_gguf_becomes_a_repository_that_matches_transformers(tmp_path, family, kind, capfd):
-    """Twice over: PARITY.json is transformers' own reading of the file, and the tokens are the model's."""
+    """PARITY.json agrees with transformers' own reading of the file, and the tokens are those of the
+    model."""
     make, pre = GGUF_FAMILIES[family]
     model = make()
     path = written_as_llama_cpp_does(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind], pre)

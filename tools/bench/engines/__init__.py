@@ -26,9 +26,10 @@ from tridecode.tools.bench.measure import Job
 class BenchEngine:
     """One engine.
 
-    name: in tables and result files. commands: of `tridecode bench`, which include it. run: measures a job:
-    {"engine", "model", "dtype", ...} and the figures of measure(), or {"error"} where it is not installed.
-    ours: reads a model repository; other engines read the Hugging Face checkpoint.
+    name: its name in tables and result files. commands: the commands of `tridecode bench` that include it.
+    run: measures a job and returns {"engine", "model", "dtype", ...} with the figures of measure(), or
+    {"error"} if the engine is not installed. ours: reads a model repository; other engines read the Hugging
+    Face checkpoint.
     """
 
     name: str
@@ -38,16 +39,16 @@ class BenchEngine:
 
 
 def engines_of(command: str) -> list[BenchEngine]:
-    """The engines of a command of `tridecode bench`: ours first, then by name."""
+    """Return the engines of a command of `tridecode bench`, ours first, the others by name."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
     found = [importlib.import_module(f"{__name__}.{name}").ENGINE for name in names]
     return sorted((one for one in found if command in one.commands), key=lambda one: (not one.ours, one.name))
 
 
 def run_apart(engine: BenchEngine, job: Job) -> dict[str, Any]:
-    """engine.run(job) in a process of its own, so that its GPU memory is free afterwards.
+    """Run engine.run(job) in a separate process, so that its GPU memory is free afterwards.
 
-    {"error"} with the end of its log if it fails: a failure of one engine does not stop the others.
+    Returns {"error"} with the end of its log if it fails, so that one engine does not stop the others.
     """
     module = engine.run.__module__.rpartition(".")[2]
     with tempfile.TemporaryDirectory() as folder:
@@ -64,9 +65,7 @@ def run_apart(engine: BenchEngine, job: Job) -> dict[str, Any]:
 
 
 def engine_environment(engine: BenchEngine) -> dict[str, str]:
-    """Return the environment: our engine's threads spin as behind the server; other engines use their
-    defaults.
-    """
+    """Return the environment: threads of our engine spin, as in the server; other engines use defaults."""
     environment = dict(os.environ)
     if engine.ours:
         spin_briefly(environment)
