@@ -1,4 +1,4 @@
-"""Sizes of the CUDA operations' scratch memory, for planning. Needs neither torch nor the library."""
+"""Computes the sizes of the CUDA operations' scratch memory, without torch and the kernel library."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 #: exchange buffer of the chained-GEMM kernel (product_chain_sm90a.cu)
 EXCHANGE_BYTES = 1 << 20
-#: decode_attention.cuh, decode_columns.cuh: blocks of the grid, warps of a block, heads of a group,
-#: the largest head
+#: from decode_attention.cuh and decode_columns.cuh: blocks per grid, warps per block, heads per group,
+#: largest head size
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
-#: csrc/sampling/sampling_row.cuh: ids of a chunk and of a segment; bytes of scratch of a chunk
+#: from csrc/sampling/sampling_row.cuh: ids per chunk and per segment; scratch bytes per chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
 
@@ -27,25 +27,25 @@ def _bytes_of_environment(name: str, default: int) -> int:
     return int(text)
 
 
-#: bytes in which a weight in 8 or 4 bit is dequantised to 16 bit for a GEMM of many rows, unless PIECE_ROWS
-#: of its rows need more; a larger weight is dequantised in pieces. 0: every weight as a whole
+#: scratch bytes in which a GEMM of many rows dequantises an 8- or 4-bit weight to 16 bit; a larger weight is
+#: dequantised in pieces. At least PIECE_ROWS rows always fit. 0: every weight is dequantised whole
 EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES", 32 << 20)
 #: rows of a piece are a multiple of this, so that a piece's GEMM has whole tiles, and columns of its result
 #: have the largest alignment that matters to cuBLASLt
 PIECE_ROWS = 256
 #: inputs of a block-scaled E4M3 row that share a scale
 _SCALE_GROUP = 128
-#: tokens of a tile of their GEMMs
+#: tokens per tile of block-scaled GEMMs
 _MOST_TILE_TOKENS = 256
-#: csrc/sampling/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
+#: from csrc/sampling/sampling_exchange.cuh: bytes per row that one rank sends to another in a round
 _EXCHANGE_BYTES = 4096
-#: csrc/ranks/all_reduce.cu: maximum bytes of a row, and bytes of the header of a rank's memory
+#: from csrc/ranks/all_reduce.cu: largest row in bytes, and header bytes of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 
 
 class PeerLimits(NamedTuple):
-    """Limits for sums over at most `ranks` ranks: bytes of a launch's rows up to which one shot is used (each
-    rank sends its rows to every other rank), and up to which two shots are
+    """Limits for all-reduces over at most `ranks` ranks, in bytes of a launch's rows: up to the first, one
+    shot is used (each rank sends its rows to every other rank); up to the second, two shots
     (csrc/ranks/all_reduce_two_shots.cu).
     """
 
@@ -54,11 +54,11 @@ class PeerLimits(NamedTuple):
     two_shots: int
 
 
-#: The only place that chooses. For two ranks, one shot sends as many bytes as NCCL, so longer steps are
-#: summed in several launches; measured (docs/lab/two_gpus.md). With more ranks, NCCL sums longer steps. Their
-#: limits are not measured, because no machine with four GPUs was available: those of one shot are where
-#: vLLM's kernel switches to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses
-#: below the 32 MiB up to which vLLM's kernel serves four H100s
+#: The only place that chooses the algorithm. With two ranks, one shot sends as many bytes as NCCL, so longer
+#: steps are summed in several launches; measured (docs/lab/two_gpus.md). With more ranks, NCCL sums longer
+#: steps. Limits for more ranks are not measured, because no machine with four GPUs was available. Those of
+#: one shot are where vLLM's kernel switches to two shots on NVLink (csrc/custom_all_reduce.cuh). Those of two
+#: shots are guesses below 32 MiB, vLLM's limit for four H100s
 #: (distributed/device_communicators/all_reduce_utils.py).
 PEER_LIMITS = (
     PeerLimits(2, one_shot=16 << 20, two_shots=0),
@@ -130,7 +130,7 @@ def fixed_bytes() -> int:
 
 
 class PeerPlan(NamedTuple):
-    """Maximum rows of a launch in one shot and in two; bytes of a slot, from one rank to another."""
+    """Largest number of rows per launch in one shot and in two; bytes of the slot between two ranks."""
 
     one_shot: int
     two_shots: int

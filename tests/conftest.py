@@ -1,9 +1,9 @@
-"""Tests compute with the engine's own thread settings, whichever test loads torch first.
+"""Applies the engine's thread settings before any test loads torch, and distributes tests to processes.
 
-Options choose a part of the suite (tests/parts.py), and what is left to `make nightly` (tests/thinning.py).
-The scheduler of pytest-xdist gives a process a file at a time. All files that use the server of the guide go
-to one process, so that it is started once, and so do those that load the machine. Tests that share nothing
-with their file go one at a time.
+Options choose a part of the suite (tests/parts.py), and the tests left to `make nightly` (tests/thinning.py).
+pytest-xdist's scheduler gives a process one file at a time. All files that use the server of the guide go to
+one process, which starts it once; so do files that load the machine. Tests that share nothing with their file
+are distributed singly.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Put files with slow tests first, and tests that are handed out singly behind other slow ones, so that
-    no process has a long file left when the others have ended."""
+    """Put files with slow tests first, and singly distributed tests after other slow ones, so that no process
+    still has a long file when the others have ended."""
     thinning.thin(items)
     others = {item for item in items if is_left_out(item, config)}
     if others:
@@ -67,17 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what imports and collection have made from the garbage collector: torch and transformers are a
-    million objects, and many tests, and our own parity check, collect garbage."""
+    """Exempt objects of imports and collection from the garbage collector: torch and transformers create a
+    million objects, and many tests and our parity check collect garbage."""
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getoption("markexpr") == "gpu":
-        return None  # they share no server: one by one, by xdist's own scheduler
+        return None  # they share no server, so xdist's own scheduler distributes them one by one
 
-    from xdist.scheduler import LoadScopeScheduling  # here: only where tests run on several processes
+    from xdist.scheduler import LoadScopeScheduling  # imported only if tests run on several processes
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -89,8 +89,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    """One server for all tests of the guide."""
-    from tests.desk import open_desk  # loads torch: only where a test needs it
+    """Start one server for all tests of the guide."""
+    from tests.desk import open_desk  # loads torch, so it is imported only if a test needs it
 
     with open_desk(tmp_path_factory.mktemp("desk")) as opened:
         yield opened

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 def make_adapter(model: PreTrainedModel, directory: Path, seed: int, **config) -> PeftModel:
     """Save an adapter of the model as PEFT does, with weights that change its tokens. Returns PEFT's model.
 
-    config: of LoraConfig; default: rank 4, alpha 6, all linear layers."""
+    config: fields of LoraConfig; default: rank 4, alpha 6, all linear layers."""
     settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **config}
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)

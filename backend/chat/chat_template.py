@@ -19,9 +19,9 @@ from tridecode.backend.chat.templates import render_template
 
 _MAX_FILE_BYTES = 16 << 20  # template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
 _TOOL_USE = "additional_chat_templates/tool_use.jinja"
-#: variables that a request sets by fields of their own, or not at all
+#: variables with a request field of their own, or that a request must not set
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-#: stands behind the text that the model continues; what a template writes after it is cut off
+#: marks the end of the text that the model continues; template output after it is cut off
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -45,13 +45,13 @@ class RenderJob:
             text = "is true, and the model's chat template does not show the whole text of the last message"
             raise FieldError("continue_final_message", text)
         kept = rendered[:place]
-        return kept if rendered.startswith(_TAG, place) else kept.rstrip()  # the template trims texts
+        return kept if rendered.startswith(_TAG, place) else kept.rstrip()  # the template strips texts
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """path: the file that has the template; source: its text. special_tokens: bos_token, eos_token and other
-    *_token settings, as texts. tool_source: the template of requests with tools; None: the same.
+    """A chat template. path: its file; source: its text. special_tokens: bos_token, eos_token and other
+    *_token settings, as texts. tool_source: the template for requests with tools; None: the same.
     """
 
     path: Path
@@ -61,8 +61,8 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, tokenizer_dir: Path, given: Path | None = None) -> ChatTemplate | None:
-        """Read the template in the file `given`; else chat_template.jinja, or chat_template in
-        tokenizer_config.json (of several, the one named "default"; "tool_use" is for requests with tools).
+        """Read the template from the file `given`, else from chat_template.jinja, else from chat_template in
+        tokenizer_config.json. Of several, "default" is used, and "tool_use" for requests with tools.
 
         None for a model without a template. Raises CheckpointError for files that cannot be read.
         """
@@ -133,7 +133,7 @@ class ChatTemplate:
     async def render_with(
         self, renderer: AsyncTemplateRenderer, messages: Sequence[Mapping[str, Any]], **arguments: Any
     ) -> str:
-        """`render` by the child of an event loop. Raises CapacityError, too."""
+        """Call `render` in the child of an event loop. Also raises CapacityError."""
         job = self.job(messages, **arguments)
         return job.prompt(await renderer.render(job.source, job.values))
 
@@ -142,7 +142,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _aliased(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message whose reasoning has the names that templates read."""
+    """Copy a message, with its reasoning under the names that templates read."""
     found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if found is None:
         return dict(message)
@@ -150,7 +150,7 @@ def _aliased(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_variables(sent: Mapping[str, Any], name: str = "chat_template_kwargs") -> dict[str, Any]:
-    """The variables of a template that a request sets in the field `name`. Raises FieldError."""
+    """Return the template variables that a request sets in the field `name`. Raises FieldError."""
     for key in sent:
         if key in _RESERVED or key in ("chat_template", "tokenize"):
             raise FieldError(name, f"has {shown(key)}, which is not a variable to be set here")
@@ -160,7 +160,7 @@ def template_variables(sent: Mapping[str, Any], name: str = "chat_template_kwarg
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> str:
-    """Put the tag behind the text of the last message. Returns the text. Raises RequestError."""
+    """Append the tag to the text of the last message. Returns the text. Raises RequestError."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + _TAG
@@ -175,7 +175,7 @@ def _mark_final(messages: list[dict[str, Any]]) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a regular file of at most _MAX_FILE_BYTES. Raises CheckpointError."""
+    """Read the text of a regular file of at most _MAX_FILE_BYTES. Raises CheckpointError."""
     try:
         return require_file(path, _MAX_FILE_BYTES).read_text(encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The tools of a chat request: checked, rendered, and the parser of the answer that may call them."""
+"""Checks the tools of a chat request, and prepares their rendering and the parsing of calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOOLS_VARIABLE = re.compile(r"\btools\b")
 @dataclass(frozen=True)
 class ToolRequest:
     """The tools of a request. schemas: as the template sees them. choice: "auto", "required" or "named".
-    named: the function that has to be called; "": any. parallel: an answer may have several calls.
-    strict: a function wants arguments that follow its schema, which nothing guarantees.
+    named: the function that must be called; "": any. parallel: an answer may have several calls.
+    strict: a function requires arguments that follow its schema, which cannot be guaranteed.
     """
 
     schemas: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class ToolRequest:
 
     @property
     def names(self) -> frozenset[str]:
-        """Functions that the answer may call."""
+        """Return the functions that the answer may call."""
         if self.named:
             return frozenset((self.named,))
         return frozenset(schema["function"]["name"] for schema in self.schemas)
@@ -43,9 +43,9 @@ class ToolRequest:
 class ToolPlan:
     """The handling of a request with tools.
 
-    schemas: the variable `tools` of the template. suffix: text behind the rendered prompt, which the answer
-    continues. shown_tokens: special tokens that the answer's text has to show. stop: stop words besides the
-    client's.
+    schemas: the template's variable `tools`. suffix: text after the rendered prompt, which the answer
+    continues. shown_tokens: special tokens that the text of the answer must show. stop: stop words in
+    addition to the client's.
     """
 
     request: ToolRequest
@@ -65,7 +65,7 @@ class ToolPlan:
         return () if self.request.parallel or not self.kind.stop else (self.kind.stop,)
 
     def parser(self) -> ToolCallParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         request, kind = self.request, self.kind
         return ToolCallParser(
             kind, request.names, kind.new_id, forced=self.suffix, single=not request.parallel
@@ -73,8 +73,8 @@ class ToolPlan:
 
 
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolRequest | None:
-    """The tools of a request; None: it has none, or forbids calls. Values are of JSON's types, None for a
-    field that was not sent. Raises FieldError, UnsupportedField.
+    """Return the tools of a request; None if it has none or forbids calls. Values have JSON's types, None for
+    a field that was not sent. Raises FieldError and UnsupportedField.
     """
     if parallel_tool_calls not in (None, True, False):
         raise FieldError("parallel_tool_calls", f"is {shown(parallel_tool_calls)}; wanted true or false")
@@ -133,7 +133,7 @@ def _names(names: set[str]) -> str:
 
 
 def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
-    """(none, auto, required or named; the function's name)."""
+    """Return none, auto, required or named, and the function's name."""
     if choice is None:
         return "auto", ""
     if choice in ("none", "auto", "required"):
@@ -153,7 +153,7 @@ def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
 def plan_tools(request: ToolRequest, template: ChatTemplate, parser: str | None = None) -> ToolPlan:
     """Return the handling for a model with this template. parser: the format's name, if an operator sets it.
 
-    Raises UnsupportedField for a template that does not show tools, or whose format of calls is not known.
+    Raises UnsupportedField if the template does not show tools, or if its format of calls is unknown.
     """
     source = template.source_for(request.schemas)
     if not _TOOLS_VARIABLE.search(source):

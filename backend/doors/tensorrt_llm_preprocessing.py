@@ -1,9 +1,9 @@
 """Model `preprocessing` of TensorRT-LLM's ensemble: texts in, token ids, word lists and end ids out.
 
-Source: preprocessing/1/model.py of TensorRT-LLM's inflight_batcher_llm. As in the original: words are the
+Source: preprocessing/1/model.py of TensorRT-LLM's inflight_batcher_llm. As in the original, words are the
 elements of BAD_WORDS_DICT and STOP_WORDS_DICT, encoded without special tokens, and DECODER_INPUT_ID is the
-pad id. Differences: the pad id is the end id even if the tokenizer has a pad token, and a word list that is
-not sent becomes one element of padding instead of an empty tensor.
+pad id. Unlike the original, the pad id is the end id even if the tokenizer has a pad token, and a missing
+word list becomes one element of padding instead of an empty tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TritonPythonModel(UnaryDoor):
     contract = TENSORRT_LLM_PREPROCESSING
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
-        """INPUT_ID (B, W), word lists (B, 2, P), EMBEDDING_BIAS (B, 0), the others (B, 1)."""
+        """Return INPUT_ID (B, W), word lists (B, 2, P), EMBEDDING_BIAS (B, 0), and the others (B, 1)."""
         texts = _texts(inputs)
         batch = len(texts)
         special = fields.add_special_tokens(inputs, self.settings.add_special_tokens)
@@ -56,7 +56,7 @@ class TritonPythonModel(UnaryDoor):
         }
 
     def _words(self, inputs: Inputs, name: str, batch: int) -> np.ndarray:
-        """[B, 2, P] of the non-empty words; [n] or [1, n]: the words of all rows."""
+        """Return the non-empty words as [B, 2, P]; [n] or [1, n] has the words of all rows."""
         array = inputs.arrays.get(name)
         if array is None:
             return word_list_tensor([[]] * batch)

@@ -1,4 +1,4 @@
-"""Sampling parameters and end tokens of a request, by rules that all front ends share."""
+"""Rules for sampling parameters and end tokens of a request, shared by all front ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sampling_params(
     of the vocabulary. A top_k above the vocabulary keeps all tokens. clip_top_p: a top_p above 1 counts as 1,
     as with FasterTransformer; else it is refused. top_p_decay, top_p_min and top_p_reset_id apply only
     without top-k; 0 means the default of the first two (FasterTransformer replaced a top_p_min of 0 by 0.5).
-    names: parameter -> the client's name of it, for errors. Raises RequestError.
+    names: the client's name of each parameter, for errors. Raises RequestError.
     """
     values = dict(named)
     top_p = _nucleus(values.get("top_p", 0.0), names.get("top_p", "top_p"), clip_top_p)
@@ -73,7 +73,7 @@ def check_one_penalty(named: Mapping[str, Any]) -> None:
 def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = None) -> list[int]:
     """Return the tokens that end a text of the model, its end_id first.
 
-    more: further ones from config.pbtxt. first: replaces the model's end_id. Raises ConfigError if they are
+    more: further ones from config.pbtxt. first: replaces the model's end_id. Raises ConfigError if there are
     too many.
     """
     ids = dict.fromkeys((limits.end_id if first is None else first, *limits.more_end_ids, *more))
@@ -87,8 +87,8 @@ def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = Non
 def chosen_ends(end_id: int, ends: Sequence[int], limits: Limits) -> dict[str, Any]:
     """Return the parameters of a request that sends this end_id.
 
-    If it is one of the model's `ends`, all of them end the text; another id of the vocabulary alone ends it;
-    with an id outside the vocabulary, no token does.
+    If end_id is one of the model's `ends`, each of these ends the text. Any other id of the vocabulary ends
+    it alone; with an id outside the vocabulary no token ends it.
     """
     if end_id in ends:
         return {"end_id": end_id, "more_end_ids": [token for token in ends if token != end_id]}
@@ -106,8 +106,8 @@ def drawn(
     presence_penalty: float,
     frequency_penalty: float,
 ) -> dict[str, Any]:
-    """The parameters that shape the distribution, from those of OpenAI and vLLM, which draw from all tokens
-    by default. top_k: -1 or 0: from all. Raises UnsupportedError for penalties that do not go together."""
+    """Return the parameters of the distribution from those of OpenAI and vLLM, which sample from all tokens
+    by default. top_k: -1 or 0: all. Raises UnsupportedError for penalties that cannot be combined."""
     greedy = temperature < GREEDY_BELOW
     if not greedy:
         temperature = max(temperature, _LOWEST_TEMPERATURE)
@@ -130,8 +130,8 @@ def drawn(
 
 
 def all_ends(tokens: Iterable[int], min_tokens: int) -> dict[str, Any]:
-    """The parameters of a request that any of these tokens ends, but none before min_tokens. Raises
-    UnsupportedError where they are too many for that."""
+    """Return the parameters of a request that ends at any of these tokens, but not before min_tokens. Raises
+    UnsupportedError if there are too many tokens for that."""
     ids = list(dict.fromkeys(tokens))
     ends, others = ids[:MAX_END_IDS], ids[MAX_END_IDS:]
     if others and min_tokens > 0:

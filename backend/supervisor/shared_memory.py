@@ -1,5 +1,4 @@
-"""Finds and removes the shared memory regions of Triton's python stubs, which a killed server leaves in
-/dev/shm.
+"""Finds and removes shared memory of Triton's python stubs, which a killed server leaves in /dev/shm.
 
 A stub's command line (python_backend, seen on Triton 2.51):
     .../triton_python_backend_stub MODEL.py REGION SIZE GROWTH SERVER_PID BACKEND_DIR HANDLE INSTANCE RUNTIME
@@ -28,7 +27,7 @@ class Stub(NamedTuple):
 
 
 def stub_of(pid: int) -> Stub | None:
-    """The stub with this pid, read from its command line; None if it is not a living stub."""
+    """Return the stub with this pid, from its command line; None if it is not a living stub."""
     arguments = processes.command_line(pid)
     if len(arguments) < 9 or os.path.basename(arguments[0]) != _STUB or not arguments[5].isdigit():
         return None
@@ -46,7 +45,7 @@ def stubs_of(server_pid: int) -> list[Stub]:
 def mapped_regions(pid: int, regions: Iterable[str]) -> set[str]:
     """Return which of the regions a process has mapped, including those under an unlinked name.
 
-    Returns all of them if the mappings cannot be read: the process has ended, or is not ours.
+    Returns all of them if the mappings cannot be read: the process has ended or belongs to another user.
     """
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as file:

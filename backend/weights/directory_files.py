@@ -1,4 +1,4 @@
-"""Infers from file names, for a weight directory without manifest, how many ranks wrote it and whether
+"""Infers from the file names of a weight directory without manifest how many ranks wrote it, and whether
 config.ini describes its tensors. No torch.
 """
 
@@ -15,7 +15,7 @@ from tridecode.backend.weights.layout import WeightSpec
 _FILE = re.compile(r"(?P<name>model\..+?)(?:\.(?P<rank>\d{1,5}))?\.bin")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _NORM = ("weight", "bias")
-#: tensors whose presence changes a network; those of layers are below model.layers.<i>
+#: tensors that only some networks have; those of layers are below model.layers.<i>
 _OF_MODEL = {
     "model.wpe",
     "model.lm_head.bias",
@@ -57,7 +57,7 @@ class StoredFiles:
 
     @property
     def num_layers(self) -> int:
-        """One more than the last layer that a file belongs to."""
+        """Return one more than the index of the last layer with a file."""
         found = (_LAYER.fullmatch(name) for name in self.ranks)
         return max((int(match[1]) + 1 for match in found if match), default=0)
 

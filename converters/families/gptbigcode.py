@@ -1,4 +1,4 @@
-"""GPT-BigCode: its c_attn holds all queries, then the one key and value; or, without multi_query, queries,
+"""GPT-BigCode: c_attn holds all queries, then the one key and value; without multi_query it holds queries,
 keys and values head by head."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
 
 
 def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
-    """llama.cpp's converter keeps the order of query_key_value, which is its own for one kv head."""
+    """Refuse more than one KV head: llama.cpp's converter does not reorder query_key_value."""
     kv_heads = header.size("attention.head_count_kv", header.size("attention.head_count"))
     if kv_heads != 1:
         raise UnsupportedError(f"{header.path}: GPT-BigCode with {kv_heads} kv heads; this version reads 1")

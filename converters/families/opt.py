@@ -1,4 +1,4 @@
-"""OPT: its table of positions starts with two rows that no position uses."""
+"""OPT: the first two rows of its position table are unused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_config(hf: PreTrainedConfig, **common) -> OptConfig:
         **shape(hf),
         mlp_size=hf.ffn_dim,
         max_positions=hf.max_position_embeddings,
-        norm_eps=1e-5,  # that of torch's LayerNorm
+        norm_eps=1e-5,  # the default of torch's LayerNorm
         activation=activation(hf, "activation_function", "OPT"),
         residual="sequential" if is_pre_norm else "post_norm",
         attention_bias=hf.enable_bias,

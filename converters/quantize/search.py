@@ -1,7 +1,7 @@
-"""Searches the ranges of groups with the least loss; shared parts of searches over a matrix.
+"""Searches the ranges of groups with the least loss, and has the shared parts of such searches.
 
-Losses are sums of squares of the products' errors on the calibration inputs: tr(E H E^T) of an error E
-(out, in) of the matrix, and H the mean of x x^T.
+The loss is the sum of squared errors of the outputs on the calibration inputs: tr(E H E^T) for an error E
+(out, in) of the matrix and H, the mean of x x^T.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from tridecode.converters.quantize.rounding import Grid
 
-STEPS = 20  # steps of an exponent from 0 to 1, and of a range from 1 to _LEAST_RANGE
+STEPS = 20  # grid steps of an exponent from 0 to 1, and of a range from 1 to _LEAST_RANGE
 _LEAST_RANGE = 0.5
 _ROWS = 256  # outputs of each matrix that the search for an exponent uses
 
 
 def spread_rows(weight: Tensor) -> Tensor:
-    """(at most 256, in): outputs of a matrix (out, in), evenly spread."""
+    """Return at most 256 evenly spaced outputs of a matrix (out, in)."""
     if weight.shape[0] <= _ROWS:
         return weight
     return weight[torch.linspace(0, weight.shape[0] - 1, _ROWS, device=weight.device).long()]
 
 
 def loss_of(error: Tensor, hessian: Tensor) -> Tensor:
-    """tr(E H E^T) of E (out, in) and H (in, in)."""
+    """Return tr(E H E^T) of E (out, in) and H (in, in)."""
     return ((error @ hessian) * error).sum()
 
 
@@ -32,8 +32,8 @@ def best_ranges(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
     """Return (out, G, 1): for each group of a matrix (out, in), the range with the least loss after rounding
     to nearest, relative to the range of its weights.
 
-    Ranges from the whole to half of the weights' range are tried. The loss of a group counts its own inputs
-    only, the blocks of the Hessian on the diagonal.
+    Tries ranges from all to half of the weights' range. The loss of a group counts only its own inputs, that
+    is the diagonal blocks of the Hessian.
     """
     grouped = grid.grouped(weight)  # (out, G, size)
     blocks = _diagonal_blocks(hessian, grouped.shape[1], grouped.shape[2])
@@ -50,7 +50,7 @@ def best_ranges(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
 
 
 def _diagonal_blocks(hessian: Tensor, count: int, size: int) -> Tensor:
-    """(count, size, size); zeros beyond the last input."""
+    """Return the diagonal blocks (count, size, size), with zeros beyond the last input."""
     blocks = hessian.new_zeros(count, size, size)
     for index in range(count):
         block = hessian[index * size : (index + 1) * size, index * size : (index + 1) * size]

@@ -1,4 +1,4 @@
-"""transformers' model of tensors by transformers' names."""
+"""Builds transformers' model from tensors with transformers' names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tridecode.converters.sources import TensorSource
 
 
 def state_reference(config: PreTrainedConfig, tensors: TensorSource) -> Callable[[torch.dtype], Module]:
-    """(dtype) to the model of `config` with these tensors, in evaluation mode on the CPU.
+    """Return a function from dtype to the model of `config` with these tensors, in evaluation mode on the
+    CPU.
 
-    Its arithmetic is independent of ours; the merging of the tensors is not.
+    Its arithmetic is independent of ours, but not the merging of tensors.
     """
     return partial(_model, config, tensors)
 

@@ -1,4 +1,4 @@
-"""The histogram of the doors, the front and shadow runs, against prometheus_client's."""
+"""The histogram of doors, front and shadow runs equals prometheus_client's."""
 
 from __future__ import annotations
 

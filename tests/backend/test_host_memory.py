@@ -1,4 +1,4 @@
-"""The memory that a process may take, from files as the kernel writes them."""
+"""The memory available to a process, read from files in the kernel's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: 7 kB\nMemAvailable: {32 << 20} kB\
 
 
 def machine(root: Path, **files: str) -> Path:
-    """files: path with __ for / to text."""
+    """Write the files. files: maps a path, with __ for /, to its text."""
     for name, text in {"proc__meminfo": MEMINFO, **files}.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def machine(root: Path, **files: str) -> Path:
 
 
 def group(folder: str, limit: str, use: int, clean: int) -> dict[str, str]:
-    """The files of a cgroup of version 2."""
+    """Return the files of a cgroup, version 2."""
     return {
         f"{folder}__memory.max": limit,
         f"{folder}__memory.current": str(use),

@@ -1,4 +1,4 @@
-"""The count of taken requests, read from another process, also after a SIGKILL."""
+"""The count of accepted requests, read by another process, even after a SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are written as they are: the directory stands for the same matrices."""
+"""Quantised checkpoints that keep their format: the directory represents the same matrices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEPT = {
 
 
 def assert_same_logits(kept: PlannedConversion, model, directory: Path, ranks: int) -> None:
-    """The directory's logits are transformers'. Activations stay as they are: only weights are compared."""
+    """The directory's logits equal transformers'. Activations are not quantised, so only weights differ."""
     quantization = replace(kept.config.quantization, activations="")
     weights_only = replace(kept, config=replace(kept.config, quantization=quantization))
     weights_only.write(directory, ranks)

@@ -40,7 +40,7 @@ def column(*values: float, kind: type = np.uint32) -> np.ndarray:
 
 
 def words(*rows: list[list[int]]) -> np.ndarray:
-    """[B, 2, n]: each row is [ids, offsets]."""
+    """Return the word list [B, 2, n]; each row is [ids, offsets]."""
     return np.array(rows, np.int32)
 
 
@@ -220,7 +220,7 @@ def test_a_text_request_is_refused_before_it_is_worked_on(stack: Stack, protocol
     began = time.monotonic()
     with pytest.raises(InferenceServerException, match=text):
         infer(protocol, url, "tensorrt_llm_bls_plain", {**TEXT, **changes})
-    assert time.monotonic() - began < 10  # most of it in the client and in Triton
+    assert time.monotonic() - began < 10  # mostly spent in the client and in Triton
     assert stack.lives()
 
 
@@ -273,7 +273,7 @@ def test_a_stopped_plain_request_ends_with_its_text(stack: Stack) -> None:
     inputs = text_inputs("the cat", 100, min_tokens=np.int32(100), exclude_input_in_output=True)
     url, answers = stack.server.grpc_url, []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for _ in range(20):  # a tiny model may be done before it is stopped
+        for _ in range(20):  # a tiny model may finish before it is stopped
             asked = pool.submit(infer, "grpc", url, "tensorrt_llm_bls_plain", inputs, request_id="mine")
             while not asked.done() and len(answers) < 1:
                 infer("grpc", url, "tensorrt_llm_bls_plain", text_inputs("", 1, stop=True), request_id="mine")
@@ -306,7 +306,7 @@ def test_an_empty_row_goes_on_from_its_start_id(stack: Stack) -> None:
 def test_a_sequence_may_fill_every_position(stack: Stack) -> None:
     answer = stack.ask(request_output_len=column(POSITIONS - 3, 4))
     wanted = hf_greedy(stack.model, PROMPTS[0], POSITIONS - 3)[0]
-    new = wanted.index(0) + 1 if 0 in wanted else len(wanted)  # 0 ends a text
+    new = wanted.index(0) + 1 if 0 in wanted else len(wanted)  # the end id is 0
     length = answer.as_numpy("sequence_length")[0, 0]
     assert length == len(PROMPTS[0]) + new
     assert answer.as_numpy("output_ids")[0, 0, :length].tolist() == PROMPTS[0] + wanted[:new]

@@ -1,4 +1,4 @@
-"""Shadow runs in the real tritonserver: what the metrics page says, and an engine that dies in the midst."""
+"""Shadow runs in the real tritonserver: the metrics page, and an engine that dies during a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 INT8 = Quantization("int8")
 PROMPTS = [[5, 9, 11, 3], [7], [4, 4, 8, 12, 9, 30, 21], [13, 2]]
 COUNT = 12
-LONG = 900  # tokens of an answer whose shadow run is under way when the engine is killed
+LONG = 900  # tokens of the answer whose shadow run is in progress when the engine is killed
 #: a slice has one token, so that a shadow run of LONG tokens takes a while
 SETTINGS = {
     "cache_bytes": "67108864", "num_threads": "1", "device": "cpu", "shadow_share": "1",
@@ -50,13 +50,13 @@ class Shadowed:
         return answer.as_numpy("output_ids")[0, 0, len(prompt) :].tolist()
 
     def keep_busy(self) -> None:
-        """Return while shadow runs are under way, which take longer than the page's interval of a second."""
+        """Wait until shadow runs are in progress; they take longer than the page's interval of a second."""
         for first in (3, 4, 5, 6):
             self.ask([first], LONG)
         wait_until(lambda: self.metrics()["queued"] >= 1, 10, "a shadow run that is under way")
 
     def metrics(self) -> dict[str, float]:
-        """The metrics page's values of shadow runs, by name and label other than the engine's."""
+        """Return the page's values of shadow runs by name and labels, without the engine's label."""
         url = f"http://127.0.0.1:{self.service.server.metrics_port}/metrics"
         page, found = urllib.request.urlopen(url, timeout=5).read().decode(), {}
         pattern = r"tridecode_engine_shadow_(\w+)\{(.*)\} (\S+)"

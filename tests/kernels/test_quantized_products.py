@@ -1,4 +1,4 @@
-"""Products over quantised weights, and rounding to nearest, against float64 written here."""
+"""GEMMs with quantised weights, and rounding to nearest, compared with float64."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_blocks_of_fp8_have_scales_of_their_own(shape: tuple[int, int]) -> None:
         place = np.s_[rows * 128 : (rows + 1) * 128, columns * 128 : (columns + 1) * 128]
         block = weight[place].double()
         largest = block.abs().max()
-        # half a step of E4M3: 1/16 of a number, or 2^-10 of what 448 stands for
+        # half a step of E4M3: 1/16 of a value, or 2^-10 of the value that is stored as 448
         assert ((found[place] - block).abs() <= block.abs() / 16 + largest / 448 * 2**-9).all()
         assert found[place].abs().max() == pytest.approx(largest.item(), rel=1e-6)
 
@@ -82,7 +82,7 @@ def test_an_unknown_format_is_refused() -> None:
 def test_products_are_those_of_the_rounded_matrices(
     ops: Reference, format: str, activations: str, has_vnni: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """600 outputs: more than a block of the CPU's int8 product."""
+    """600 outputs are more than a block of the CPU's int8 GEMM."""
     monkeypatch.setattr(cpu, "multiplies_int8", lambda: has_vnni)
     x, weight, bias, residual = draw(5, 96), draw(600, 96, seed=1), draw(600, seed=2), draw(5, 600, seed=3)
     quantized = round_to_nearest(weight, format, 32 if format == "int4" else 0, activations)

@@ -1,10 +1,10 @@
-"""Asks a server two things all the time, from a process of its own: is it healthy, and does it answer?
+"""Probes a server continuously, from a separate process, for its health and for answers.
 
     python -m tests.reliability.watch --address 127.0.0.1:8000 --model fastertransformer
 
 Each line of the output is a JSON array: "health", "probe" or "late", start and end in monotonic seconds,
 verdict, text.
-A probe is a real request for two tokens over HTTP; whether health tells the truth is judged by the probes.
+A probe is a real request for two tokens over HTTP; the probes show whether the reported health is true.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-HEALTH_S = 0.1  # between two questions to health
-PROBE_S = 0.25  # between two probes
+HEALTH_S = 0.1  # interval of health requests
+PROBE_S = 0.25  # interval of probes
 NO_ANSWER_S = 1.0  # an orchestrator's probe that takes longer counts as "not healthy"
-LIMIT_S = 8.0  # for a probe
+LIMIT_S = 8.0  # time limit of a probe
 GRID_S = 0.05
-#: a probe that pauses with its engine would seem answered for all of that time
+#: a probe that pauses together with its engine would seem to be answered all the time
 _DECLINE = {"name": "resume", "datatype": "BOOL", "shape": [1, 1], "data": [False]}
 PROBE_BODIES = {
     "fastertransformer": {
@@ -119,7 +119,7 @@ def main() -> None:
             break
     pool.shutdown(wait=False, cancel_futures=True)
     sys.stdout.flush()
-    os._exit(0)  # without waiting for requests that hang
+    os._exit(0)  # does not wait for hanging requests
 
 
 def _stdin_closed(seconds: float) -> bool:
@@ -139,7 +139,7 @@ class Sample:
 
 
 class Watch:
-    """The process above, and what it saw."""
+    """Runs the process above and reads its samples."""
 
     def __init__(self, address: str, model: str = "fastertransformer") -> None:
         command = [sys.executable, "-m", "tests.reliability.watch", "--address", address, "--model", model]
@@ -167,7 +167,7 @@ class Watch:
         return bool(seen) and seen[-1].good and time.monotonic() - seen[-1].end < 2 * NO_ANSWER_S
 
     def answers_since(self, moment: float) -> float | None:
-        """When the first probe that was sent after `moment` was answered."""
+        """Return the time at which the first probe sent after `moment` was answered."""
         return min((s.end for s in self.of("probe") if s.good and s.start > moment), default=None)
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Watch:
         self._thread.join(2)
 
     def disagreement(self, start: float, end: float) -> tuple[float, str]:
-        """The longest time between two moments for which health contradicted the probes, and how."""
+        """Return the longest time between two moments for which health contradicted the probes, and how."""
         able = [(s.start, s.end) for s in self.of("probe") if s.good]
         said = [(s.start, s.end, s.good and s.end - s.start < NO_ANSWER_S) for s in self.of("health")]
         worst, worst_way, run, way = 0.0, "", 0.0, ""

@@ -19,10 +19,10 @@ def evaluate_prompts(
     ] = None,
     start_id: Annotated[
         Optional[int],
-        typer.Option(min=0, help="Send virtual ids from this one on; default: the server places the table."),
+        typer.Option(min=0, help="First virtual id to send; default: the server places the table."),
     ] = None,
     positions: Annotated[
-        Optional[int], typer.Option(min=1, help="With --task and --start-id: how many virtual ids.")
+        Optional[int], typer.Option(min=1, help="With --task and --start-id: number of virtual ids.")
     ] = None,
     url: Annotated[
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
@@ -36,16 +36,16 @@ def evaluate_prompts(
         Optional[Path],
         typer.Option(help="Repository or tokenizer folder; default: the one served on this machine."),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, max=1024, help="Rows of a request.")] = 1,
-    max_output_len: Annotated[int, typer.Option(min=1, help="New tokens of an answer.")] = 10,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, max=1024, help="Rows per request.")] = 1,
+    max_output_len: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 10,
     limit: Annotated[Optional[int], typer.Option(min=1, help="Only the first questions.")] = None,
     timeout_s: Annotated[Optional[float], typer.Option(help="Longest wait for a response.")] = 600.0,
     output: Annotated[Optional[Path], typer.Option(help="Write every answer as JSON.")] = None,
 ) -> None:
     """Measure a prompt-learning task through a server.
 
-    As FasterTransformer's gpt_prompt_learning_squad_task_eval.py: the share of exact answers and their F1, as
-    SQuAD defines them.
+    Reports the share of exact answers and their F1, as defined by SQuAD, like FasterTransformer's
+    gpt_prompt_learning_squad_task_eval.py.
 
     \b
     Example:

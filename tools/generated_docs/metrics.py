@@ -1,8 +1,8 @@
-"""The tables of docs/reference/metrics.md, made from the table that the doors publish from.
+"""Generates the tables of docs/reference/metrics.md from the table of metrics that doors publish.
 
     python -m tridecode.tools.generated_docs.metrics --write
 
-Without --write: exit code 1 if the page has other tables than would be written.
+Without --write the exit code is 1 if a table of the page is out of date.
 """
 
 from __future__ import annotations

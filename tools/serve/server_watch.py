@@ -15,10 +15,10 @@ from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.options import ServeOptions
 from tridecode.tools.serve.triton_http import TritonHttp
 
-WATCH_S = 0.25  # between two ticks
-_MEND_S = 2.0  # between two checks of the runtime folder
+WATCH_S = 0.25  # interval of `tick`
+_MEND_S = 2.0  # interval of checks of the runtime folder
 _UNLOAD_S = 20.0  # a door is certainly unloaded after this time, even if its reload takes longer
-_FROZEN_S = 3.0  # a tritonserver that a signal stops for longer is killed and restarted
+_FROZEN_S = 3.0  # a tritonserver stopped by a signal for longer is killed and restarted
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -31,11 +31,11 @@ class ServerWatch:
         self._orphans_s = options.orphans_s()
         self._client_ports = [port for name, port in options.ports().items() if name != "metrics"]
         self.doors = DoorWatch(server.pid, http)
-        #: whether the server was killed for requests that could not end
+        #: whether the server was killed because requests could not end
         self.killed_for_orphans = False
         self._frozen_since: float | None = None
         self._pauses = PauseWatch(time.monotonic(), WATCH_S)
-        self._idle_since = 0.0  # work of the engines, while there are orphans
+        self._idle_since = 0.0  # since when the engines have no work, while there are orphans
         self._mended_at = 0.0
 
     def tick(self, now: float) -> None:
@@ -46,8 +46,8 @@ class ServerWatch:
         self._look_at_orphans(now)
 
     def _look_at_server(self, now: float) -> None:
-        """Kill a server that stays stopped, since it answers no request. A pause of `serve` itself does not
-        count, since everything may have been paused.
+        """Kill a server that stays stopped, because it answers no requests. The time of a pause of `serve`
+        itself does not count, because everything may have been paused.
         """
         paused_s = self._pauses.turn(now)
         pid = self._server.pid
@@ -75,9 +75,8 @@ class ServerWatch:
             _log.error("%s cannot be recreated: %s", self._server.folder, error)
 
     def _look_at_orphans(self, now: float) -> None:
-        """Requests that were open at a dead door never end in Triton; only the end of the server ends
-        them.
-        """
+        """Restart the server for requests that were open at a dead door: Triton can end them in no other
+        way."""
         if self._orphans_s is None or not self.doors.has_orphans:
             self._idle_since = now
             return
@@ -85,7 +84,7 @@ class ServerWatch:
             self._idle_since = now
         orphans = [one for one in self.doors.orphans(now) if not self._uncertain(one, now)]
         if not orphans or not ports.connections(self._client_ports):
-            return  # without a connection, nobody waits for them
+            return  # without a connection no client waits for them
         waited = now - min(one.since for one in orphans)
         idle = now - self._idle_since > IDLE_S
         if idle or waited > self._orphans_s:
@@ -98,7 +97,5 @@ class ServerWatch:
             self._server.kill_server()
 
     def _uncertain(self, orphans: Orphans, now: float) -> bool:
-        """Return whether Triton may still release a foreign door, which counts nothing: it is being
-        unloaded.
-        """
+        """Return whether a foreign door, which does not count its requests, is still being unloaded."""
         return orphans.count is None and self.doors.busy and now - orphans.noticed < _UNLOAD_S

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tridecode.backend.doors.contracts.field import Contract, Field, Output
 
 HEALTH = Contract(
-    (Field("PROBE", "BOOL", "no effect: Triton wants a model to have an input"),),
+    (Field("PROBE", "BOOL", "no effect: Triton requires an input"),),
     (
         Output("READY", "BOOL", (1,), "true; otherwise the answer is an error"),
         Output("PHASE", "STRING", (1,), "`ready`"),
         Output("DETAIL", "STRING", (1,), "what the engine is doing"),
         Output("MODELS", "STRING", (-1,), "names of the models of this repository"),
-        Output("STREAMS", "BOOL", (-1,), "for each of them whether it sends a stream (is decoupled)"),
+        Output("STREAMS", "BOOL", (-1,), "for each model, whether it streams (is decoupled)"),
     ),
 )

@@ -13,7 +13,7 @@ from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
 
 
 class CompletionRequest(Sampled, kw_only=True):
-    """prompt: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """The request. prompt: a text, a list of texts, token ids, or a list of lists of token ids."""
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
@@ -23,7 +23,7 @@ class CompletionRequest(Sampled, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One item a token. top_logprobs: text -> log probability; None if none are requested."""
+    """Log probabilities, one item per token. top_logprobs: by text; None if not requested."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

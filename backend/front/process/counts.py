@@ -1,7 +1,7 @@
-"""The counters of all workers, in memory that they share, and the page of metrics that is made of them.
+"""Counters of all workers in shared memory, and the metrics page made from them.
 
-Each worker writes to a slot of its own, so no lock is needed; a restarted worker continues from the
-values of the one before it.
+Each worker writes to its own slot, so no lock is needed. A restarted worker continues from its predecessor's
+values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONNECTIONS = Metric("tridecode_front_connections", "gauge", "Open connections 
 
 
 def _layout() -> dict[tuple[str, str], int]:
-    """(metric, label) -> its place in a slot."""
+    """Return the index in a slot of each (metric, label)."""
     names = [(_REQUESTS.name, outcome) for outcome in OUTCOMES]
     names += [(row.name, "") for row in (_PROMPT, _OUTPUT, _CHUNKS, _CONNECTIONS)]
     return {name: place for place, name in enumerate(names)}
@@ -49,7 +49,7 @@ _BYTES = 8 * _SIZE
 
 
 def _histograms(slot: memoryview[float]) -> list[Histogram]:
-    """The histograms of a slot, stored behind its other numbers; one for each of _HISTOGRAMS."""
+    """Return the histograms of a slot, one for each of _HISTOGRAMS, stored after the counters."""
     found, begin = [], len(_PLACES)
     for row in _HISTOGRAMS:
         end = begin + num_cells(row.bounds)
@@ -59,14 +59,14 @@ def _histograms(slot: memoryview[float]) -> list[Histogram]:
 
 
 def shared_counts(workers: int) -> int:
-    """A file descriptor of the memory for this many workers, which they inherit."""
+    """Return a file descriptor of memory for this many workers, which inherit it."""
     with tempfile.TemporaryFile() as file:
         file.truncate(_BYTES * workers)
         return os.dup(file.fileno())
 
 
 class Counts:
-    """The slots of all workers; this one writes to slot `number`."""
+    """The slots of all workers; this worker writes to slot `number`."""
 
     def __init__(self, fd: int, number: int, workers: int):
         memory = memoryview(mmap.mmap(fd, _BYTES * workers)).cast("d")
@@ -85,7 +85,7 @@ class Counts:
         self.set(_CONNECTIONS, value)
 
     def count(self, call: Call) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.add(_REQUESTS, label=call.outcome if call.outcome in OUTCOMES else "internal")
         self.add(_PROMPT, call.prompt_tokens)
         self.add(_OUTPUT, call.output_tokens)

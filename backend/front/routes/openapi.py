@@ -1,4 +1,4 @@
-"""/openapi.json: the document of the service, made from the structs of its bodies."""
+"""/openapi.json: describes the service, generated from the structs of its bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tridecode.backend.front.fields.meanings import described
 from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.routes import adapters, colossal, generate, status, tokens
 
-#: path -> (request, answer, what it does)
+#: (request, answer, summary) by path
 _POSTS: dict[str, tuple[Any, Any, str]] = {
     "/v1/completions": (CompletionRequest, Completion, "Continue a prompt"),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, "Answer messages"),
@@ -51,7 +51,7 @@ def encoded() -> bytes:
 
 
 def openapi() -> dict[str, Any]:
-    """Return the document, OpenAPI 3.1."""
+    """Return the document in OpenAPI 3.1."""
     kinds = [ErrorBody, *(kind for post in _POSTS.values() for kind in post[:2] if kind is not None)]
     kinds += [kind for kind, _ in _GETS.values() if kind is not None]
     kinds = list(dict.fromkeys(kinds))

@@ -14,7 +14,8 @@ from tridecode.backend.front.service import FrontService
 
 
 class ModelCard(msgspec.Struct):
-    """parent: the base model of an adapter. max_model_len: tokens of prompt and answer; None: unknown yet."""
+    """A model or an adapter. parent: an adapter's base model. max_model_len: tokens of prompt and answer;
+    None: not known yet."""
 
     id: str
     created: int
@@ -54,7 +55,8 @@ def _cards(front: FrontService) -> list[ModelCard]:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves, 503 with the reason while it does not or the server drains."""
+    """Answer 200 while the engine serves; 503 with the reason while it does not, or while the server
+    drains."""
     states = FrontService.of(request).model.states()
     phases = [{"phase": state.phase, "detail": state.detail, "draining": state.draining} for state in states]
     ready = any(state.phase == "ready" and not state.draining for state in states)

@@ -1,4 +1,4 @@
-"""Stop words are found at the same place however the text is cut into pieces."""
+"""Stop words are found at the same place for any division of the text into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_matcher(words: list[str], parts: list[str]) -> tuple[str, bool]:
 
 
 def first_complete(words: list[str], text: str) -> tuple[str, bool]:
-    """The definition: the shortest prefix that ends with a word, without the longest such word."""
+    """Return the definition: the shortest prefix that ends with a word, without the longest such word."""
     for end in range(1, len(text) + 1):
         ending = [word for word in words if word and text[:end].endswith(word)]
         if ending:
@@ -54,4 +54,4 @@ def test_a_stop_word_can_be_shown_or_ignored_for_a_while():
     assert matcher.push("X rest") == ("ENDX", True)
     matcher = StopMatcher(StopAutomaton(["END"]), shown=True)
     assert matcher.push("EN", check=False) == ("", False)
-    assert matcher.push("D.") == ("END", True)  # it began in the ignored part and is completed after it
+    assert matcher.push("D.") == ("END", True)  # the word began in the ignored part and ends after it

@@ -1,4 +1,4 @@
-"""NeMo's archives give the GPT-2 they were made of; what they should not hold is refused before its use."""
+"""NeMo's archives give the GPT-2 from which they were made; unexpected content is refused before its use."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_mix_has_the_lengths_it_is_said_to_have() -> None:
         assert least <= found.min() and found.max() == most
         inner = np.log(
             found[(found > least) & (found < most)]
-        )  # the middle half of a normal: 1.349 deviations
+        )  # the middle half of a normal distribution spans 1.349 deviations
         assert np.subtract(*np.percentile(inner, [75, 25])) == pytest.approx(1.349 * MIX_SIGMA, rel=0.1)
     assert mix_requests(1024, 50, 1) == mix_requests(1024, 50, 1) != mix_requests(1024, 50, 2)
 
@@ -164,7 +164,7 @@ def test_the_engine_holds_as_many_sequences_of_a_workload_as_were_asked_for(monk
     prompts = tuple(tuple(ids) for ids in random_prompts(11, 6, 1000, 0))
     bench_engine(Job(preset="toy", batches=(3,), output_tokens=4, prompts=prompts, device="cpu", repeats=1))
     assert max(plans) == 3
-    # each of 3 prompts of the warm-up and of 11 is in 4 steps: one for its prompt, three that decode
+    # each of the 3 warm-up prompts and of the 11 others takes 4 steps: one prefill, three decode
     assert sum(plans) == 3 * 4 + 11 * 4
 
 
@@ -203,7 +203,7 @@ def test_an_engine_that_is_not_installed_says_so(monkeypatch, bench, name) -> No
 def test_an_engine_that_fails_in_its_process_is_an_error_with_its_text() -> None:
     result = run_apart(ours.ENGINE, Job(preset="no-such-model"))
     assert "no preset 'no-such-model'" in result["error"]
-    absent = BenchEngine("absent", (), pytest.fail)  # its module is not a file of the package
+    absent = BenchEngine("absent", (), pytest.fail)  # no file of the package defines it
     assert "No module named" in run_apart(absent, Job(preset="toy"))["error"]
 
 

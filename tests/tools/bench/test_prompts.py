@@ -1,4 +1,4 @@
-"""Prompts of a known length, from a file, and with the lengths of a data set."""
+"""Prompts of a given length, from a file, or with the lengths of a data set."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_workload_has_lambadas_lengths_and_the_same_ids_every_time() -> None:
     lengths = np.array([len(prompt) for prompt in prompts])
     assert (len(prompts), lengths.min(), lengths.max()) == (5153, 58, 222)
     assert lengths.mean() == pytest.approx(80.2, abs=0.01) and lengths.std() == pytest.approx(12.3, abs=0.01)
-    assert lengths[:16].std() > 3  # of all lengths, not sorted
+    assert lengths[:16].std() > 3  # a mix of lengths, not sorted
     ids = np.concatenate(prompts)
     assert ids.min() == 3 and ids.max() == 999
     assert workload_prompts("lambada", 1000, 20) == prompts[:20]

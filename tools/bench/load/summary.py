@@ -1,4 +1,4 @@
-"""The figures of a load run, from its records."""
+"""Computes the figures of a load run from its records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Figures of one run. Distributions are dicts of milliseconds: mean, min, max, p50, p90, p99; empty where
+    """Figures of one run. Distributions are dicts of milliseconds: mean, min, max, p50, p90, p99; empty if
     nothing was measured.
 
-    first_token_ms: from sending to the first response with tokens. inter_token_ms: a response's gap to the
-    previous one, divided by its tokens; one sample per token. token_ms: per request, (last - first) /
+    first_token_ms: from sending to the first response with tokens. inter_token_ms: gap between a response
+    and the previous one, divided by its tokens; one sample per token. token_ms: per request, (last - first) /
     tokens after the first response. request_ms: from sending to the end. tokens_per_response: above 1 where
     the server merged responses that a slow client had not read.
     """
@@ -40,7 +40,7 @@ class LoadReport:
 
 
 def distribution(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict[str, float]:
-    """Mean, min, max and PERCENTILES in milliseconds of `seconds`, each counted `weights` times."""
+    """Return mean, min, max and PERCENTILES of `seconds` in milliseconds, each counted `weights` times."""
     if len(seconds) == 0:
         return {}
     values = np.asarray(seconds if weights is None else np.repeat(seconds, weights)) * 1000.0
@@ -50,7 +50,7 @@ def distribution(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict
 
 
 def token_gaps(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds per token, tokens) of each response after the first: (responses - 1,) each."""
+    """Return (seconds per token, tokens) of each response after the first, (responses - 1,) each."""
     times = np.array([when for when, _ in record.responses])
     tokens = np.array([count for _, count in record.responses], np.int64)
     return np.diff(times) / tokens[1:], tokens[1:]
@@ -61,7 +61,7 @@ def first_token_seconds(record: Record) -> float:
 
 
 def summarise(records: list[Record]) -> LoadReport:
-    """The report of all records of a run. Times and tokens of failed requests are left out."""
+    """Return the report of all records of a run, without times and tokens of failed requests."""
     good = [record for record in records if not record.error]
     answered = [record for record in good if record.responses]
     gaps = [token_gaps(record) for record in answered]

@@ -1,4 +1,5 @@
-"""A model repository without a checkpoint: random weights of a true shape, a toy tokenizer, all the doors."""
+"""Builds a model repository without a checkpoint: random weights of a real shape, a toy tokenizer, all
+doors."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from tridecode.model_repo_templates.repository import (
 
 
 def toy_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level tokenizer: one token a byte, ids in the bytes' usual order, and a filler word for each
-    other id, so that every id of the model's vocabulary decodes. vocab_size: 256 or more."""
+    """Make a byte-level tokenizer: one token per byte in the usual order, and a filler word for each other
+    id, so that every id of the vocabulary decodes. vocab_size: 256 or more."""
     if vocab_size < 256:
         raise ConfigError(f"a byte-level vocabulary of {vocab_size} ids; wanted 256 or more")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     for number in range(len(alphabet), vocab_size):
-        vocabulary[f"Ġt{number}"] = number  # Ġ is the byte-level letter of a space
+        vocabulary[f"Ġt{number}"] = number  # Ġ stands for a space in byte-level vocabularies
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,10 +38,10 @@ def toy_tokenizer(vocab_size: int) -> Tokenizer:
 def write_random_repository(
     directory: Path, model: ModelConfig, settings: Mapping[str, object] | None = None
 ) -> Path:
-    """Write a repository whose engine draws its weights when it starts. Returns `directory`.
+    """Write a repository whose engine draws random weights at its start. Returns `directory`.
 
-    settings: EngineConfig parameters; data_type and tensor_para_size among them. Raises ConfigError for one
-    that does not exist.
+    settings: EngineConfig parameters, such as data_type and tensor_para_size. Raises ConfigError for an
+    unknown one.
     """
     texts = engine_texts({**(settings or {}), "weights": "random"}, "engine settings")
     weights = directory / ENGINE_MODEL / "1" / f"{texts['tensor_para_size']}-gpu"
