@@ -12,6 +12,9 @@ const ways = {
   async completions() {
     const found = await client.completions.create({ prompt, ...wanted });
     assert.equal(found.usage.completion_tokens, Number(tokens));
+    const { data } = await client.embeddings.create({ model, input: [prompt, "x"] });
+    for (const { embedding } of data)
+      assert.ok(Math.abs(embedding.reduce((sum, x) => sum + x * x, 0) - 1) < 1e-4);
     return found.choices[0].text;
   },
   async "completions, stream"() {

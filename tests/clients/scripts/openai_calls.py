@@ -61,7 +61,7 @@ def asynchronous() -> str:
     return answers[0]
 
 
-def errors_and_models() -> str:
+def errors_models_and_embeddings() -> str:
     assert [card.id for card in client.models.list()] == [model] and client.models.retrieve(model).id == model
     try:
         client.chat.completions.create(messages=MESSAGES, **{**WANTED, "model": "absent"})
@@ -71,6 +71,14 @@ def errors_and_models() -> str:
         client.completions.create(prompt=prompt, **{**WANTED, "temperature": -1})
     except openai.BadRequestError as error:
         assert error.param == "temperature"
+    coded, plain = (
+        client.embeddings.create(model=model, input=[prompt, "x"], **options)
+        for options in ({}, {"encoding_format": "float"})  # the client requests base64 by default
+    )
+    assert [len(one.embedding) for one in coded.data] == [len(one.embedding) for one in plain.data]
+    for one, other in zip(coded.data, plain.data):
+        assert max(abs(x - y) for x, y in zip(one.embedding, other.embedding)) < 1e-4
+        assert abs(sum(x * x for x in one.embedding) - 1) < 1e-4
     raw = client.completions.with_raw_response.create(prompt=prompt, user="me", **WANTED)
     assert raw.headers["x-tridecode-no-effect"] == "user" and raw.request_id
     return raw.parse().choices[0].text
@@ -82,6 +90,6 @@ WAYS = {
     "chat": chat,
     "chat, stream": chat_stream,
     "AsyncOpenAI": asynchronous,
-    "models, errors, raw response": errors_and_models,
+    "models, errors, raw response": errors_models_and_embeddings,
 }
 print("ANSWER", json.dumps(WAYS[way]()))
