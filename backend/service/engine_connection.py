@@ -27,6 +27,8 @@ from tridecode.backend.wire import messages as m
 
 #: seconds between two searches for the supervisor
 _RETRY_S = 2.0
+#: seconds between two looks at the owner, which may cost a read from /proc
+_OWNER_S = 0.25
 
 _log = logging.getLogger("tridecode.door")
 
@@ -73,7 +75,7 @@ class Peer:
     def receive(self) -> Iterator[Any]:
         """Yield the messages that have arrived, until the connection is closed or replaced."""
         socket = self.socket
-        while socket is not None and not socket.closed:
+        while socket is not None and not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 frame = socket.recv(zmq.NOBLOCK)
                 message = m.decode(frame, self._expected)
@@ -116,7 +118,7 @@ class EngineConnection:
         self.engine = Peer(self.poller, hello, m.FromEngine)
         self.requests = OpenRequests(self.engine.send, self.seen_state)
         self._looking = False
-        self._look_at = self._last_ping = 0.0
+        self._look_at = self._last_ping = self._owner_seen = 0.0
 
     def seen_state(self) -> m.EngineState:
         """Return the state last reported by the supervisor; "ready" only once the engine has answered.
@@ -137,9 +139,11 @@ class EngineConnection:
 
     def tick(self, now: float) -> None:
         """Handle pings, silences and deadlines. now: time before this turn's messages were received."""
-        if self._owner.is_gone():
-            _log.error("engine link: the server %d is gone; leaving", self._owner.pid)
-            os._exit(1)
+        if now - self._owner_seen >= _OWNER_S:
+            self._owner_seen = now
+            if self._owner.is_gone():
+                _log.error("engine link: the server %d is gone; leaving", self._owner.pid)
+                os._exit(1)
         if now - self._last_ping >= m.PING_S:
             self._last_ping = now
             self.supervisor.send(m.Ping())

@@ -73,6 +73,7 @@ class EngineLink:
         self._wake_read, self._wake_write = posix.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+        self._wake_fd = self._wake_read.fileno()
         search = partial(ensure, engine_dir, owner.pid, number)
         self._connection = EngineConnection(hello, owner, search, self._call, silent_s, engine_silent_s)
         self._closed = False
@@ -192,8 +193,7 @@ class EngineLink:
         connection.look()
         try:
             while not self._closed:
-                connection.poller.poll(_POLL_MS)
-                self._turn(watch)
+                self._turn(watch, {ready for ready, _ in connection.poller.poll(_POLL_MS)})
         finally:
             self._guarded(self._run_calls)
             connection.requests.fail_all("the model is being unloaded")
@@ -201,14 +201,18 @@ class EngineLink:
             self._wake_read.close()
             self._wake_write.close()
 
-    def _turn(self, watch: PauseWatch) -> None:
-        now = time.monotonic()
+    def _turn(self, watch: PauseWatch, ready: set[object]) -> None:
+        """ready: sockets with messages, and the file descriptor of calls."""
+        now, connection = time.monotonic(), self._connection
         if pause_s := watch.turn(now):
-            self._connection.forgive(now, pause_s)
-        self._guarded(self._run_calls)
-        self._guarded(self._connection.hear_supervisor)
-        self._guarded(self._connection.hear_engine)
-        self._guarded(self._connection.tick, now)
+            connection.forgive(now, pause_s)
+        if self._wake_fd in ready:
+            self._guarded(self._run_calls)
+        if connection.supervisor.socket in ready:
+            self._guarded(connection.hear_supervisor)
+        if connection.engine.socket in ready:
+            self._guarded(connection.hear_engine)
+        self._guarded(connection.tick, now)
 
     def _guarded(self, function: Callable[..., None], *arguments: object) -> None:
         """A bug in one part of a turn must not stop the other parts or the thread."""
@@ -219,8 +223,7 @@ class EngineLink:
 
     def _run_calls(self) -> None:
         with suppress(BlockingIOError):
-            while self._wake_read.recv(4096):
-                pass
+            self._wake_read.recv(4096)  # before the calls are read: a later one wakes this thread again
         while self._calls:
             function, arguments = self._calls.popleft()
             self._guarded(function, *arguments)

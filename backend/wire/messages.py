@@ -332,7 +332,8 @@ ToSupervisor = Union[Hello, Ping, Goodbye, RankReady, RankProgress, RankFailed, 
 FromSupervisor = Union[EngineState, Stop, Unknown]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[object, msgspec.msgpack.Decoder] = {}
+#: by the identity of the type, because the hash of a union is slow; the type is kept, so that it stays unique
+_decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {}
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -341,10 +342,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def decode(frame: bytes, expected: object) -> Any:
     """Decode one frame into a member of the union `expected`; msgspec.DecodeError for any other frame."""
-    decoder = _decoders.get(expected)
-    if decoder is None:
-        decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
+    found = _decoders.get(id(expected))
+    if found is None:
+        found = _decoders[id(expected)] = expected, msgspec.msgpack.Decoder(expected)
     try:
-        return decoder.decode(frame)
+        return found[1].decode(frame)
     except UnicodeDecodeError as error:  # msgspec does not convert this error
         raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None
