@@ -77,21 +77,24 @@ class Completion:
         self._by_token = not stop_words.empty
         self._stops_by_id = stops_by_id and not stop_words.empty
         self._cancel, self._ended = cancel, ended
+        self._undecoded: list[int] = []  # tokens of events that `settle` decodes together
 
     def take(self, event: Event) -> None:
         """Add an event; events after the end are ignored. The caller handles failures (Event.error)."""
         if self.finish_reason:
             return
         tokens = event.tokens
-        hidden = event.finish in ("end_id", "stop_word") and not self._show_stop
-        shown = tokens[:-1] if hidden else tokens
-        used = self._push(shown, len(tokens))
-        if event.finish == "stop_word" and self._stops_by_id and not self.finish_reason:
-            used = self._push(tokens[-1:], 1) + len(shown)
+        if event.finish or self._by_token:
+            used = self._take_checked(event)
+        else:
+            used = len(tokens)
+            self._undecoded += tokens
         self.num_tokens += used
-        self._log_probs += event.log_probs[:used]
-        self._cum_log_prob += sum(event.log_probs[:used])
-        self._tops += zip(tokens[:used], event.top_log_probs)
+        if event.log_probs:
+            self._log_probs += event.log_probs[:used]
+            self._cum_log_prob += sum(event.log_probs[:used])
+        if event.top_log_probs:
+            self._tops += zip(tokens[:used], event.top_log_probs)
         if event.extra is not None:
             self._extras.append((used, event.extra))
         if event.context_embedding:
@@ -102,8 +105,26 @@ class Completion:
             self._end(FINISH_REASONS.get(event.finish, event.finish))
             self._ended()
 
+    def _take_checked(self, event: Event) -> int:
+        """Decode an event that may end the text. Returns how many of its tokens were used."""
+        self.settle()
+        tokens = event.tokens
+        hidden = event.finish in ("end_id", "stop_word") and not self._show_stop
+        shown = tokens[:-1] if hidden else tokens
+        used = self._push(shown, len(tokens))
+        if event.finish == "stop_word" and self._stops_by_id and not self.finish_reason:
+            used = self._push(tokens[-1:], 1) + len(shown)
+        return used
+
+    def settle(self) -> None:
+        """Decode what has come, so that `text` is complete. Tokens that came together are decoded at once."""
+        if self._undecoded:
+            self.text += self._decoder.push(self._undecoded)
+            self._undecoded = []
+
     def report(self) -> Piece:
         """Return everything since the last report."""
+        self.settle()
         piece = Piece(
             self._num_prompt_tokens,
             self._echo + self.text,
@@ -197,6 +218,7 @@ class Answer:
         ready = []
         for index in dict(events):
             row = rows[index]
+            row.settle()
             if row.finish_reason:
                 if index in self._open:
                     self._open.discard(index)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
+from tridecode.backend.text.byte_level import ByteLevelStream, TokenBytes, is_byte_level
 from tridecode.backend.text.clean_up import StreamCleanUp, clean_up
 
 #: replacement character: what a decoder writes for bytes that are not (yet) valid UTF-8
@@ -27,8 +28,9 @@ class TokenizerView:
     """Properties of a tokenizer that decoding needs, computed once.
 
     shown: special tokens that appear in a text although the others are skipped.
-    byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty. cleans_up: texts are
-    cleaned up as transformers does it (tokenizer_files.cleans_up, clean_up).
+    byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty. token_bytes: set where
+    the decoder is the byte-level one. cleans_up: texts are cleaned up as transformers does it
+    (tokenizer_files.cleans_up, clean_up).
     """
 
     def __init__(
@@ -43,13 +45,18 @@ class TokenizerView:
         self._special = {i for i, token in added if token.special and token.content not in shown}
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self.byte_ids = frozenset(_byte_ids(tokenizer)) if _has_byte_fallback(decoder) else frozenset()
+        self.token_bytes = TokenBytes(tokenizer, self._is_shown) if is_byte_level(decoder) else None
 
     def shown(self, ids: list[int]) -> list[int]:
         """Return the ids that appear in a text: known to the tokenizer, and not special if these are
         skipped.
         """
-        special, known = self._special, self.tokenizer.id_to_token
-        return [i for i in ids if 0 <= i <= MAX_ID and i not in special and known(i) is not None]
+        return list(filter(self._is_shown, ids))
+
+    def _is_shown(self, token: int) -> bool:
+        if not 0 <= token <= MAX_ID or token in self._special:
+            return False
+        return self.tokenizer.id_to_token(token) is not None
 
     def text(self, ids: list[int]) -> str:
         """Return the whole text of shown ids, as decoded by transformers."""
@@ -73,29 +80,43 @@ def _byte_ids(tokenizer: Tokenizer) -> list[int]:
 class StreamDecoder:
     """Turns a growing list of ids into pieces of text whose concatenation is the decoding of the whole list.
 
-    context: ids of the prompt; the pieces continue its text, so the space before a first word is kept.
-    An incomplete character is held back, and so is a run of byte tokens, because the decoders of
-    SentencePiece models accept or refuse a run as a whole. Only a malformed run of more than 32 byte tokens
-    may differ from the decoding of the whole list. A push decodes at most 64 tokens besides its own.
+    context: ids of the prompt; the pieces continue its text, so the space before a first word is kept. An
+    incomplete character is held back.
     """
 
     def __init__(self, tokens: TokenizerView, context: Sequence[int] = ()):
-        self._tokens = tokens
         self._clean_up = StreamCleanUp() if tokens.cleans_up else None
-        self._window = self._context(tokens.shown(list(context[-_MAX_WINDOW_TOKENS:])))
-        self._emitted = len(tokens.decode(self._window))  # characters of the window's text already returned
+        self._stream: ByteLevelStream | WindowStream
+        if tokens.token_bytes is not None:
+            self._stream = ByteLevelStream(tokens.token_bytes, context)
+        else:
+            self._stream = WindowStream(tokens, context)
 
     def push(self, ids: list[int]) -> str:
         """Return the text that later ids cannot change; may be empty."""
-        piece = self._push(ids)
+        piece = self._stream.push(ids)
         return piece if self._clean_up is None else self._clean_up.push(piece)
 
     def flush(self) -> str:
         """Return the text that was held back; call it once, after the last ids."""
-        piece = self._flush()
+        piece = self._stream.flush()
         return piece if self._clean_up is None else self._clean_up.push(piece) + self._clean_up.flush()
 
-    def _push(self, ids: list[int]) -> str:
+
+class WindowStream:
+    """Decodes the last few tokens again with each new one, for decoders whose text depends on neighbours.
+
+    A run of byte tokens is held back, because the decoders of SentencePiece models accept or refuse a run as
+    a whole. Only a malformed run of more than 32 byte tokens may differ from the decoding of the whole list.
+    A push decodes at most 64 tokens besides its own.
+    """
+
+    def __init__(self, tokens: TokenizerView, context: Sequence[int] = ()):
+        self._tokens = tokens
+        self._window = self._context(tokens.shown(list(context[-_MAX_WINDOW_TOKENS:])))
+        self._emitted = len(tokens.decode(self._window))  # characters of the window's text already returned
+
+    def push(self, ids: list[int]) -> str:
         self._window += self._tokens.shown(ids)
         stable = self._stable_count()
         text = self._tokens.decode(self._window[:stable])
@@ -108,7 +129,7 @@ class StreamDecoder:
             self._split()
         return piece
 
-    def _flush(self) -> str:
+    def flush(self) -> str:
         text = self._tokens.decode(self._window)
         piece = text[self._emitted :]
         self._emitted = len(text)

@@ -6,6 +6,7 @@ import codecs
 import json
 from typing import Any
 
+from tridecode.backend.text.byte_level import byte_of_characters
 from tridecode.backend.text.detokenizer import BROKEN, TokenizerView
 
 
@@ -24,7 +25,7 @@ class TokenTexts:
         self._bytes: dict[int, bytes] = {}
         self._added = {i for i, _ in view.tokenizer.get_added_tokens_decoder().items()}
         decoder = json.loads(view.tokenizer.to_str()).get("decoder") or {}
-        self._byte_of = _bytes_of_characters() if _has(decoder, "ByteLevel") else {}
+        self._byte_of = byte_of_characters() if _has(decoder, "ByteLevel") else {}
         self._is_fallback = _has(decoder, "ByteFallback")
 
     def __getitem__(self, token: int) -> str:
@@ -97,10 +98,3 @@ class TextOffsets:
 
 def _has(decoder: dict[str, Any], kind: str) -> bool:
     return decoder.get("type") == kind or any(_has(one, kind) for one in decoder.get("decoders", []))
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Return the bytes that the characters of a byte-level vocabulary stand for: GPT-2's table."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -140,8 +140,26 @@ def test_the_cost_of_a_push_does_not_grow_with_the_text(kind, monkeypatch):
     decoder = StreamDecoder(view)
     for _ in range(2000):
         decoder.push([generator.randrange(tokenizer.get_vocab_size())])
-    assert max(decoded) <= 65
+    assert max(decoded, default=0) <= 65
     assert sum(decoded) < 2000 * 90
+
+
+@skips
+@pytest.mark.parametrize("sequence", [False, True])
+def test_added_tokens_of_a_byte_level_tokenizer_are_decoded_as_at_once(skip, sequence):
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["é", "東京", "two words", "Ġx", "caf\u00e9 x"])  # of the bytes' alphabet, and not
+    tokenizer.add_special_tokens(["<|é|>"])
+    if sequence:
+        tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    view, size = TokenizerView(tokenizer, skip), tokenizer.get_vocab_size()
+    assert view.token_bytes is not None
+    generator = random.Random(7)
+    drawn = [[generator.randrange(size - 8, size) for _ in range(9)] for _ in range(40)]
+    for ids in [*([i] for i in range(size)), *drawn]:
+        for cuts in ([], list(range(len(ids)))):
+            wanted = tokenizer.decode(ids, skip_special_tokens=skip)
+            assert "".join(pieces(view, ids, cuts)) == wanted
 
 
 # ---------------------------------------------------------------- clean_up_tokenization_spaces
