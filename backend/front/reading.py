@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Callable
 
 from tridecode.backend.base.errors import RequestCancelled
 from tridecode.backend.service.text_stream import TextStream
@@ -19,7 +20,6 @@ class Bells:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self.time = loop.time
         self._rung: deque[Reader] = deque()
         self._scheduled = False
 
@@ -49,10 +49,8 @@ class Reader:
 
     def __init__(self, bells: Bells):
         self._bells = bells
-        self._waiter: asyncio.Future[None] | None = None
-        self._rung = False
-        self._read_at = bells.time()
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[Pieces | None] | None = None
+        self._listener: Callable[[], None] | None = None
         self.left = False  # whether the client has left
 
     def ring(self, _stream: TextStream) -> None:
@@ -60,10 +58,19 @@ class Reader:
         self._bells.ring(self)
 
     def wake(self) -> None:
-        """Let the reader continue. The loop's thread."""
-        self._rung = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Call the listener, or let `next` return if it has something to return. The loop's thread."""
+        if self._listener is not None:
+            self._listener()
+            return
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            try:
+                pieces = self._take()
+            except Exception as error:
+                waiter.set_exception(error)
+            else:
+                if pieces or self.stream.finished:
+                    waiter.set_result(pieces)
 
     def leave(self) -> None:
         """The client has left: cancel the request, here and in the engine."""
@@ -71,54 +78,33 @@ class Reader:
         self.stream.cancel()
         self.wake()
 
-    def report_silence(self, seconds: float) -> None:
-        """Have `next` return None after so long without pieces, until `close`. One timer, not one a piece."""
-        loop = asyncio.get_running_loop()
-        idle = loop.time() - self._read_at
-        if idle >= seconds:
-            idle = 0.0
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
-        self._timer = loop.call_later(seconds - idle, self.report_silence, seconds)
-
-    def close(self) -> None:
-        """End the timer: nobody reads any more."""
-        if self._timer is not None:
-            self._timer.cancel()
+    def listen(self, call: Callable[[], None] | None) -> None:
+        """Call it at every ring, instead of `next`. None: no more."""
+        self._listener = call
 
     async def next(self, timeout_s: float | None = None) -> Pieces | None:
-        """Return the pieces since the last call, [] once all have been read, None after a silence.
+        """Return the pieces since the last call, [] once all have been read, None if timeout_s passes first.
 
         Raises the TridecodeError that the request ended with, RequestCancelled where the client has left.
         """
-        while True:
-            if self.left:
-                raise RequestCancelled("the client has left")
-            if self._rung:
-                self._rung = False
-                if pieces := self.stream.take():
-                    self._read_at = self._bells.time()
-                    return pieces
-                if self.stream.finished:
-                    return []
-                continue
-            if self.stream.finished:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            handle = None
-            if timeout_s is not None:
-                handle = asyncio.get_running_loop().call_later(timeout_s, _expire, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if handle is not None:
-                    handle.cancel()
-            if not self._rung and not self.left:
-                self._read_at = self._bells.time()
-                return None
+        if (pieces := self._take()) or self.stream.finished:
+            return pieces
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        handle = None if timeout_s is None else loop.call_later(timeout_s, _expire, self._waiter)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+            if handle is not None:
+                handle.cancel()
+
+    def _take(self) -> Pieces:
+        if self.left:
+            raise RequestCancelled("the client has left")
+        return self.stream.take()
 
 
-def _expire(waiter: asyncio.Future[None]) -> None:
+def _expire(waiter: asyncio.Future[Pieces | None]) -> None:
     if not waiter.done():
         waiter.set_result(None)

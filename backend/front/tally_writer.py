@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Callable
 
 import msgspec
 
-from tridecode.backend.front.answering import DONE, Writer, event
+from tridecode.backend.front.answering import DONE, Writer
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.tally import Tally
+from tridecode.backend.front.text_event import TextEvent, event
 from tridecode.backend.text.completion import Piece
 
 
@@ -27,6 +28,7 @@ class TallyWriter(Writer):
         self._model, self._call, self._tally, self._streaming = model, call, tally, bool(stream)
         self._usage = bool(options and options.include_usage)
         self._each_usage = bool(options and options.continuous_usage_stats)
+        self._text_events: dict[int, TextEvent] = {}
 
     @abstractmethod
     def _events(self, index: int, piece: Piece) -> bytes:
@@ -42,8 +44,18 @@ class TallyWriter(Writer):
         if not self._streaming:
             return b""
         return b"".join(
-            self._events(index, piece) for group in pieces for index, piece in sorted(group.items())
+            [self._events(index, piece) for group in pieces for index, piece in sorted(group.items())]
         )
+
+    def _text_event(self, index: int, choice: Callable[[str], Any], text: str) -> bytes:
+        """Return the event of a row that gets text and nothing else. choice: returns its choice of a text."""
+        if self._each_usage:
+            return event(self._body([choice(text)], self._event_usage))
+        found = self._text_events.get(index)
+        if found is None:
+            found = TextEvent(lambda text: self._body([choice(text)], self._event_usage))
+            self._text_events[index] = found
+        return found.of(text)
 
     def end(self) -> bytes:
         return (event(self._body([], self._tally.usage)) if self._usage else b"") + DONE

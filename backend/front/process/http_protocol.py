@@ -31,6 +31,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._left: Callable[[], None] | None = None
+        self._writable: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._header_bytes = 0
@@ -45,6 +46,19 @@ class Connection(HttpToolsProtocol):
             call()
             return
         self._left = call
+
+    @property
+    def writable(self) -> bool:
+        """Return whether the client reads: less than the high-water mark waits to be sent."""
+        return not self.flow.write_paused
+
+    def when_writable(self, call: Callable[[], None] | None) -> None:
+        """Call it whenever the client reads again after a pause; None: no more."""
+        self._writable = call
+
+    def write_part(self, data: bytes) -> None:
+        """Write a part of an answer that was begun without a content-length, as ASGI's send would do."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     # ------------------------------------------------------------ time
 
@@ -80,6 +94,8 @@ class Connection(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+        if self._writable is not None:
+            self._writable()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

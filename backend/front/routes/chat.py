@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tridecode.backend.chat.tools import ToolPlan
-from tridecode.backend.front.answering import answer, event
+from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.chats.tool_answers import chunks_of, message_of
 from tridecode.backend.front.errors import bad_request
@@ -30,6 +31,7 @@ from tridecode.backend.front.sampling import refuse_unsupported, sampled_request
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.front.text_event import event
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Piece
 
@@ -89,6 +91,10 @@ def _text_request(
     )
 
 
+def _text_choice(index: int, text: str) -> ChunkChoice:
+    return ChunkChoice(index, Delta(content=text))
+
+
 class ChatWriter(TallyWriter):
     """The answer of /v1/chat/completions."""
 
@@ -106,6 +112,8 @@ class ChatWriter(TallyWriter):
             self._begun.add(index)
             found += self._chunk(ChunkChoice(index, Delta("assistant", "")))
         reason = piece.finish_reason
+        if piece.text and not (reason or piece.tops or self._parsers):
+            return found + self._text_event(index, partial(_text_choice, index), piece.text)
         if self._parsers:
             parser = self._parsers[index]
             deltas = parser.feed(piece.text)

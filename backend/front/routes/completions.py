@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tridecode.backend.front.answering import answer, event
+from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.completions import (
@@ -34,6 +35,7 @@ from tridecode.backend.front.sampling import (
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.front.text_event import event
 from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
 from tridecode.backend.text.completion import Piece
 from tridecode.backend.text.token_texts import TextOffsets
@@ -214,6 +216,8 @@ class CompletionWriter(TallyWriter):
         if begins:
             self._unsent.discard(index)
             text = self._echoes[index] + text
+        if self._wanted.logprobs is None and not piece.finish_reason:
+            return self._text_event(index, partial(CompletionChoice, index), text)
         if begins and self.heavy:
             logprobs = self._with_prompt(index, piece.tops)
         elif self._wanted.logprobs is not None:

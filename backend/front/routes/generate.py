@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tridecode.backend.front.answering import answer, event
+from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import ApiError, bad_request
 from tridecode.backend.front.fields.answers import Usage
@@ -23,6 +23,7 @@ from tridecode.backend.front.sampling import refuse_unsupported
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Tally
 from tridecode.backend.front.tally_writer import TallyWriter
+from tridecode.backend.front.text_event import event
 from tridecode.backend.service.text_request import FieldNames
 from tridecode.backend.text.completion import Piece
 
