@@ -332,8 +332,7 @@ ToSupervisor = Union[Hello, Ping, Goodbye, RankReady, RankProgress, RankFailed, 
 FromSupervisor = Union[EngineState, Stop, Unknown]
 
 _encoder = msgspec.msgpack.Encoder()
-#: by the identity of the type, because the hash of a union is slow; the type is kept, so that it stays unique
-_decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {}
+_decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {}  # by id(): hashes of unions are slow
 
 
 def encode(message: msgspec.Struct) -> bytes:
