@@ -1,9 +1,9 @@
-"""An engine and a supervisor without torch: a toy model behind the protocol of backend/wire/messages.py.
+"""An engine and a supervisor without torch: a toy model with the protocol of backend/wire/messages.py.
 
-`FakeEngine` is rank 0 as a door sees it, `FakeSupervisor` the supervisor at a control endpoint. Both run in
-threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one
-rank as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and has an option
-for each way to fail.
+`FakeEngine` acts as rank 0 towards doors, and `FakeSupervisor` as the supervisor at a control endpoint. Both
+run in threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...`
+acts as one rank towards the supervisor: it reports progress, readiness and heartbeats, obeys Stop, and has an
+option for each kind of failure.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ LIMITS = m.Limits(
 REASON = "rank 0 was killed by signal 9"
 TOY_PERF = (10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5, 1)  # the fields of messages.Perf
 
-#: (prompt and generated ids, number of generated ids, params, vocab_size) -> the next id; -1: a failure
+#: maps (prompt and generated ids, number of generated ids, params, vocab_size) to the next id; -1: a failure
 NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
 
 def toy_next(history: list[int], generated: int, params: m.SamplingParams, vocab_size: int) -> int:
-    """The toy model: a hash of the last three ids, the length and, unless greedy, the seed. Never below 3."""
+    """Return the next id, at least 3: a hash of the last three ids, the length and, unless greedy, the
+    seed."""
     mixed = len(history) * 7919 + (
         0 if params.top_k == 1 or params.temperature == 0 else params.seed * 31 + 1
     )
@@ -56,7 +57,7 @@ def toy_next(history: list[int], generated: int, params: m.SamplingParams, vocab
 
 
 def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_size: int) -> list[int]:
-    """The first `count` ids that the toy model generates after `prompt`, without stop criteria."""
+    """Return the first `count` ids that the toy model generates after `prompt`, without stop criteria."""
     history = list(prompt)
     for generated in range(count):
         history.append(toy_next(history, generated, params, vocab_size))
@@ -64,7 +65,7 @@ def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_si
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """A model that generates `tokens` after any prompt, then repeats the last of them."""
+    """Return a model that generates `tokens` after any prompt, then repeats the last one."""
     return lambda history, generated, params, vocab_size: tokens[min(generated, len(tokens) - 1)]
 
 
@@ -89,7 +90,7 @@ def toy_beam_steps(params: m.SamplingParams) -> list[m.BeamStep]:
 
 @dataclass
 class _Beams:
-    """A beam search without a pool."""
+    """State of a beam search without a pool."""
 
     params: m.SamplingParams
     steps: list[m.BeamStep]
@@ -97,13 +98,14 @@ class _Beams:
 
 
 def toy_tops(token: int, count: int, vocab_size: int) -> m.TopLogProbs:
-    """The token is the most likely one; the ids after it, modulo the vocabulary, follow."""
+    """Return the most likely ids: the token, then the ids after it modulo the vocabulary."""
     ids = [(token + step) % vocab_size for step in range(count)]
     return m.TopLogProbs(toy_log_prob(token), 1, ids, [toy_log_prob(token) - step for step in range(count)])
 
 
 def toy_logits(tokens: list[int], vocab_size: int, scale: float) -> np.ndarray:
-    """(len(tokens), vocab_size) float32: of the prompt (scale 1) or of new tokens (-1), with the token."""
+    """Return logits (len(tokens), vocab_size) float32: of the prompt (scale 1) or of new tokens (scale
+    -1)."""
     return np.repeat(np.array(tokens, np.float32)[:, None] * scale, vocab_size, axis=1)
 
 
@@ -147,7 +149,8 @@ class _Request:
 
 
 def _sequences(wanted: m.SequenceRequest) -> list[_Sequence | _Beams]:
-    """The sequences of one prompt: samples have seeds of their own, and so have the beams of a pool here."""
+    """Return the sequences of one prompt; samples, and here also the beams of a pool, have their own
+    seeds."""
     prompt, params = np.frombuffer(wanted.prompt, "<i4").tolist(), wanted.params
     if params.beam_width > 1 and not params.beam_pool:
         return [_Beams(params, toy_beam_steps(params))]
@@ -158,7 +161,7 @@ def _sequences(wanted: m.SequenceRequest) -> list[_Sequence | _Beams]:
 
 
 def _resume(sequences: list[_Sequence | _Beams], sent: list[m.Sent]) -> None:
-    """Continue behind the tokens that another engine has sent."""
+    """Continue after the tokens that another engine has sent."""
     for sequence, before in zip(sequences, sent):
         if isinstance(sequence, _Beams):
             sequence.steps = sequence.steps[len(before.steps) :]
@@ -216,7 +219,7 @@ class FakeEngine:
         self._thread.join(5)
 
     def freeze(self) -> None:
-        """No steps, answers and heartbeats until thaw()."""
+        """Stop steps, answers and heartbeats until thaw()."""
         self._is_frozen.clear()
         self._frozen.set()
         assert self._is_frozen.wait(5), "the fake engine did not freeze"
@@ -516,7 +519,7 @@ class FakeSupervisor:
 
 @contextlib.contextmanager
 def rebuilt(engine: FakeEngine, supervisor: FakeSupervisor, **options) -> Iterator[FakeEngine]:
-    """The engine dies, and the next one is ready."""
+    """Report that the engine died and that the next one is ready."""
     engine.stop()
     supervisor.set_phase("down", REASON)
     shape = {"limits": engine.limits, "next_token": engine.next_token, "step_s": 0.0}

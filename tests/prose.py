@@ -45,7 +45,7 @@ IDIOMS = {
 _UNITS = "step|layer|second|hour|minute|day|token|row|model|door|line|weight|head|rank|prompt|client"
 WORDS = {
     re.compile(r"\bin place of\b"): 'say "instead of"',
-    re.compile(r"(?<!bench )\bbeside\b(?!:)"): 'say "next to", "with" or "besides"',
+    re.compile(r"(?<!bench )\bbeside\b(?!:)", re.IGNORECASE): 'say "next to", "with" or "besides"',
     re.compile(
         rf"\b(ms|us|MiB|GiB|GB|MB|KiB|bytes|tokens|requests|messages|words|one) an? ({_UNITS})\b"
         r"(?! (is|are|was|that|which|may|can|must|has|have|keeps?)\b)"

@@ -1,8 +1,8 @@
-"""The engines of one model: one for each instance that `instance_group` of its config.pbtxt declares.
+"""The engines of one model: one per instance in `instance_group` of its config.pbtxt.
 
-Doors of the model use the engine of their own instance. An instance of another model that names it as
-`engine_model` uses the engine of the same number, modulo their number. Neither torch nor gRPC here: doors
-import it.
+A door of the model uses the engine of its own instance. A door of another model that names it as
+`engine_model` uses the engine with the same index, modulo the number of engines. Doors import this module, so
+it needs neither torch nor gRPC.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 class InstanceGroup:
     """A group of instances: count engines.
 
-    gpus: numbers within CUDA_VISIBLE_DEVICES, those of the first engine first; (): no list.
+    gpus: indices within CUDA_VISIBLE_DEVICES, those of the first engine first; (): no list.
     """
 
     count: int = 1
@@ -46,9 +46,9 @@ def read_groups(engine_dir: Path) -> tuple[InstanceGroup, ...]:
 
 
 def instance_number(instance: str, config: Mapping[str, Any]) -> int:
-    """Return the index of a door among the instances of its model, from 0; 0 for a name of another form.
+    """Return the index of a door among the instances of its model, from 0; 0 if its name has another form.
 
-    instance: Triton's name of it, `<group>_<number>`; in a group with several GPUs the same for each GPU.
+    instance: Triton's name, `<group>_<number>`; in a group with several GPUs it is the same for each GPU.
     config: the model's configuration, as passed by Triton to initialize().
     """
     before = 0

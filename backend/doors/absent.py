@@ -1,6 +1,6 @@
-"""Placeholder for a model that the repository was not built with: requests fail with the needed build option.
+"""Placeholder for a model that the repository does not have: requests fail with the option that builds it.
 
-For a model that does not exist, Triton's own error has no such hint.
+Triton's own error for an unknown model has no such hint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tridecode.backend.wire.taken_requests import TakenRequests
 
 
 class TritonPythonModel:
-    """Declares the inputs of the model that it stands for, so that Triton accepts its clients' requests."""
+    """Declares the inputs of the missing model, so that Triton accepts its clients' requests."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         huge_shapes.install()
-        self.taken = TakenRequests()  # stays 0: execute() returns with the answers
+        self.taken = TakenRequests()  # stays 0, because execute() answers before it returns
         try:
             settings = read_settings(args)
         except TridecodeError as error:

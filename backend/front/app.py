@@ -1,4 +1,4 @@
-"""The ASGI application of a worker: routes, keys, origins, errors."""
+"""The ASGI application of a worker: routes, API keys, origins and errors."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def application(front: FrontService) -> Starlette:
 
 
 class Gate:
-    """Lets a request in that has a known key, and no page of another origin in a browser.
+    """Refuses requests without a known key, and those of web pages from other origins.
 
-    A page may send a request without being able to read the answer, so --cors alone does not keep it out.
+    A page can send a request even if it cannot read the answer, so CORS headers alone do not keep it out.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, origins: Iterable[str]):

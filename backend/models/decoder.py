@@ -1,4 +1,4 @@
-"""A decoder on one rank: its weights, and the residual forms in which families arrange attention and MLP.
+"""A decoder on one rank: its weights, and the residual forms of attention and MLP that families use.
 
 A family subclasses `Decoder` and chooses its form in `forward`. Letters as in kernels.ops.
 """
@@ -147,8 +147,8 @@ class Decoder:
     ) -> None:
         """Compute x = norm(rows of the word embedding (+ rows of position_table at the batch's positions)).
 
-        If the ranks share the vocabulary, each looks up its own ids and zeros the other rows of x; the sum
-        over the ranks is then bit-identical to a look-up in the whole table.
+        If the ranks share the vocabulary, each looks up its own ids and sets the other rows of x to 0. The
+        sum over the ranks is then bitwise equal to a look-up in the whole table.
         """
         batch, vocab = context.batch, self.vocab
         context.ops.embed(
@@ -165,7 +165,8 @@ class Decoder:
             context.ops.norm(x, norm, out=x)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
-        """x: (T, C), the embedded tokens or the output of the stage before; becomes this stage's output."""
+        """Run the layers. x: (T, C), the embedded tokens or the previous stage's output; becomes this
+        stage's."""
         raise NotImplementedError
 
     def logits(self, context: Context, x: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class Decoder:
         return out
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
-        """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
+        """Compute x += attention(norm(x)), then x += mlp(norm(x)), layer by layer."""
         at_once = context.ranks.tensor_size == 1 and x.shape[0] <= context.ops.most_linears_rows
         rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
@@ -200,7 +201,7 @@ class Decoder:
         return Following(layer.attention_norm, layer.qkv, self.heads[i + 1].qkv_size)
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
-        """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
+        """Compute x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer by layer."""
         rows = self._first_rows(x)
         for layer, heads, cache, next_norm in zip(self.layers, self.heads, caches, self._next_norms):
             mlp = context.mlp(layer)
@@ -210,7 +211,7 @@ class Decoder:
             rows = add_linears(context, x, (attended, layer.dense), (mlp, layer.down), norm=next_norm)
 
     def post_norm(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
-        """x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer after layer."""
+        """Compute x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer by layer."""
         for layer, heads, cache in zip(self.layers, self.heads, caches):
             mlp = context.mlp(layer)
             attended = attention(context, Rows(x, None), layer.qkv, heads, cache)
@@ -226,7 +227,7 @@ class Decoder:
         after: Sequence[tuple[Norm, Norm]],
         caches: list[CacheLayer],
     ) -> None:
-        """x += norm(attention(attention_norm(x))), then x += norm(mlp(mlp_norm(x))), layer after layer.
+        """Compute x += norm(attention(attention_norm(x))), then x += norm(mlp(mlp_norm(x))), layer by layer.
 
         after: the outer norms of attention and MLP, per layer.
         """

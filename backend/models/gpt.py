@@ -1,7 +1,6 @@
 """GPT-2: learned positions, pre-LayerNorm, fused QKV, GELU. Radford et al. 2019.
 
-Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM and OPT share
-it.
+FasterTransformer uses its section of config.ini, [gpt], also for BLOOM and OPT.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
 
 
 def is_opt(section: IniSection) -> bool:
-    """Return whether the section is an OPT's. OPT has GPT-2's flags, but names itself or places its norms
-    differently.
+    """Return whether the section describes an OPT, which has GPT-2's flags but another name or norm
+    placement.
 
-    A pre-norm OPT written by FasterTransformer's converter is the network of GPT-2 and is read as such.
+    A pre-norm OPT written by FasterTransformer's converter has the network of GPT-2 and is read as such.
     """
     return (
         section.text("model_variant", "").lower().startswith("opt-")
@@ -59,10 +58,10 @@ def recognises(section: IniSection) -> bool:
 def read_gpt_section(
     family: str, section: IniSection, tied_head: bool, norm_types: tuple[str, ...] = (), **extra
 ) -> ModelConfig:
-    """Return the ModelConfig of a pre-norm decoder with a final LayerNorm. UnsupportedError for another
-    network.
+    """Return the ModelConfig of a pre-norm decoder with a final LayerNorm.
 
-    norm_types: values of layernorm_type that the family accepts besides pre_layernorm.
+    norm_types: values of layernorm_type that the family accepts besides pre_layernorm. Raises
+    UnsupportedError for another network.
     """
     known = ("pre_layernorm", *norm_types)
     section.choice("layernorm_type", "pre_layernorm", dict(zip(known, known)))
@@ -99,7 +98,7 @@ def keys(config: ModelConfig) -> dict[str, object]:
 
 
 def gpt_section_keys(config: ModelConfig, flags: dict[str, bool]) -> dict[str, object]:
-    """The keys that read_gpt_section and has_flags read."""
+    """Return the keys that read_gpt_section and has_flags read."""
     return {
         "layernorm_type": "pre_layernorm",
         "activation_type": ACTIVATION_NAMES[config.activation],

@@ -1,8 +1,8 @@
-"""The address at which the supervisors of a job meet, and their secret: exchanged once over MPI, or from the
+"""Finds the address at which the supervisors of a job meet, and their secret, over MPI or from the
 environment.
 
-The result of the MPI exchange is stored in a runtime folder for the life of the server, because a process may
-start MPI only once: a supervisor that replaces a killed one reads it there.
+A runtime folder keeps the result of the MPI exchange for the life of the server, because MPI can exchange it
+only once. A supervisor that replaces a killed one reads it there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tridecode.backend.nodes import addresses, mpi_library
 from tridecode.backend.nodes.launchers import SECRET_FILE, NodePlace, inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 
-# address of node 0, if others reach it by one that its kernel does not know
+# address of node 0, if others reach it by an address unknown to its kernel
 ADDRESS = "TRIDECODE_NODE_ADDRESS"
 PORT = "TRIDECODE_NODES_PORT"  # port of node 0's first engine, with MPI
 FIRST_PORT = 7117  # first port of the search for free ports
-NUM_PORTS = 8  # engines of one repository that can span nodes
+NUM_PORTS = 8  # largest number of engines of one repository that span nodes
 EXCHANGE_S = 600.0  # time for all nodes to start: MPI waits for the last one
 MIN_SECRET = 16  # characters
 KEEP_S = 1.0  # interval between checks for the record
@@ -36,8 +36,8 @@ _log = logging.getLogger("tridecode.nodes")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """address, port: those of node 0's first engine. secret: the job's. hosts: those of the nodes, or only
-    node 0's.
+    """The meeting of a job. address, port: those of node 0's first engine. secret: the job's. hosts: those of
+    the nodes, or only node 0's.
     """
 
     address: str
@@ -107,7 +107,7 @@ def _read(folder: Path) -> Meeting | None:
 
 
 def _ask_mpi(place: NodePlace, server: int) -> Meeting:
-    """server: pid of the server, which the launcher has started."""
+    """Exchange over MPI. server: pid of the server, which the launcher has started."""
     command = [sys.executable, "-m", "tridecode.backend.nodes.mpi_exchange"]
     command += ["--index", str(place.index), "--size", str(place.size)]
     if place.libraries:
@@ -156,7 +156,7 @@ def keep(meeting: Meeting, server: processes.ProcessId, base: Path) -> bool:
         finally:
             os.close(fd)
     except OSError:
-        return False  # a full disk: tried again
+        return False  # a full disk: the next check tries again
     return True
 
 

@@ -21,15 +21,15 @@ MAX_REQUEST_WORD_BYTES = 262_144  # bad or stop words of all rows
 MAX_STOP_WORDS = 256  # stop words of one row, which are matched in the text
 MAX_STOP_WORD_BYTES = 4096
 MAX_LABEL = 1024  # characters of a request id
-MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs are treated as this
+MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs count as this
 INT32_MAX = 2**31 - 1
 
-#: Ordinary text has 4 to 5 bytes per token, source code with its runs of blanks up to 16
+#: ordinary text has 4 to 5 bytes per token, source code with its runs of spaces up to 16
 BYTES_A_TOKEN = 32
 #: Measured with GPT-2's and SmolLM2's tokenizers: 2.5 MB/s, so this takes 25 ms
 _MIN_PROMPT_BYTES = 65_536
 _MIN_REQUEST_BYTES = 4_194_304
-#: max_sequence_tokens for a front end that has no engine (preprocessing)
+#: max_sequence_tokens of a front end without an engine (preprocessing)
 _UNKNOWN_SEQUENCE_TOKENS = 32_768
 _MIN_WORD_BYTES = 16_384
 _LOGIT_BYTES = 4  # float32
@@ -37,11 +37,11 @@ _LOGIT_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class TextLimits:
-    """The limits of the texts of a request. Bytes are of UTF-8."""
+    """The limits of the texts of a request, in bytes of UTF-8."""
 
     max_prompt_bytes: int  # bytes of one text
     max_request_bytes: int  # bytes of all texts of a request
-    max_sequence_tokens: int  # the widest row
+    max_sequence_tokens: int  # tokens of the longest row
     max_words: int
     max_word_bytes: int  # bytes of the words of one row
 
@@ -63,7 +63,7 @@ class TextLimits:
     def check_words(self, name: str, count: int, row_bytes: int, total: int) -> None:
         """Raise RequestError for too many words.
 
-        count, row_bytes: of the longest row; total: bytes of all rows.
+        count, row_bytes: those of the longest row; total: bytes of all rows.
         """
         if count > self.max_words:
             raise too_large(f"{name} has {count:,} words a row", f"{self.max_words:,}")
@@ -145,7 +145,7 @@ def cut_to_room(
 ) -> SamplingParams:
     """Return the parameters with max_tokens cut to the room after the prompt.
 
-    RequestError if there is none.
+    Raises RequestError if there is none.
     """
     room = limits.max_sequence_tokens - prompt
     if room < 1:
@@ -165,7 +165,7 @@ def check_word_tokens(name: str, words: list[list[int]], limit: int) -> None:
 
 
 def check_stop_words(words: Sequence[str], name: str) -> None:
-    """Raise RequestError if the stop words of one row are too many, or too long together."""
+    """Raise RequestError if the stop words of one row are too many, or too long in total."""
     size = sum(len(word.encode("utf-8")) for word in words)
     if len(words) > MAX_STOP_WORDS or size > MAX_STOP_WORD_BYTES:
         found = f"{name} has {len(words):,} words of {size:,} bytes a row"

@@ -1,4 +1,4 @@
-"""Arrays of prompt learning: dtypes and checks of tables, and the ids of their rows; numpy, no torch."""
+"""Arrays of prompt learning: dtypes and checks of tables, and the ids of rows. Needs numpy, not torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TABLE_DTYPES: dict[str, np.dtype] = {"fp16": np.dtype("<f2"), "fp32": np.dtype("
 
 
 def virtual_ids(vocab_size: int, rows: int) -> np.ndarray:
-    """(rows,) int64: the engine's ids of a whole table, in order."""
+    """Return (rows,) int64, the engine's ids of a whole table in order."""
     return np.arange(vocab_size, vocab_size + rows, dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Mistral: LLaMA's names; its layers have a window or none has one."""
+"""Mistral: tensor names as in LLaMA; either all layers have a window or none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Measures how far a quantised directory is from its source: divergence of predictions, error of each
-matrix.
-"""
+"""Compares a quantised directory with its source: divergence of predictions, and error of each matrix."""
 
 from __future__ import annotations
 
@@ -28,12 +26,11 @@ class QuantizationParity:
 
     steps: compared predictions of greedy decoding after the fixed prompts, up to and including the first that
     differs. mean_kl, largest_kl: divergence of the source's distribution from ours, in nats. agreement: share
-    of these steps with the same token. grade: of both (converters/parity/grades.py). weight_errors: of each
-    matrix, the Frobenius norm of its error divided by its own; {} where the values are not the nearest to the
-    source's. product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the network's inputs x, with the
-        quantisation q of activations if the format has one. product_errors_on: the source of the inputs, or
-    why
-        there are none.
+    of these steps with the same token. grade: of both (converters/parity/grades.py). weight_errors: for each
+    matrix, the Frobenius norm of its error divided by the norm of the matrix; {} if the values are not the
+    nearest to the source's. product_errors: ||Wq q(x) - W x|| / ||W x|| of each matrix on the network's
+    inputs x, with the quantisation q of activations if the format has one. product_errors_on: the source of
+    the inputs, or why there are none.
     """
 
     weights: str
@@ -62,7 +59,7 @@ class QuantizationParity:
 
 
 def divergence(source: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """(n,) float64: KL(softmax(source) || softmax(ours)) of each row of logits (n, V), in nats."""
+    """Return (n,) float64, KL(softmax(source) || softmax(ours)) of each row of logits (n, V), in nats."""
     rows = [torch.from_numpy(logits).double().log_softmax(-1) for logits in (source, ours)]
     return (rows[0].exp() * (rows[0] - rows[1])).sum(-1).clamp(min=0).numpy()
 
@@ -75,7 +72,8 @@ def compare_quantized(
     floor: Floor,
     products: ProductsOf,
 ) -> QuantizationParity:
-    """ours, source: greedy tokens and logits (steps, V) of each prompt. products: that have measured."""
+    """Compare. ours, source: greedy tokens and logits (steps, V) of each prompt. products: after
+    `measure`."""
     quantization = planned.config.quantization
     assert quantization is not None
     found, equal = [], 0
@@ -102,7 +100,7 @@ def compare_quantized(
 
 
 class ProductsOf:
-    """The errors of a quantised directory's products: `measure`, then read `errors` and `on`."""
+    """Measures the errors of a quantised directory's GEMMs: call `measure`, then read `errors` and `on`."""
 
     def __init__(self, planned: PlannedConversion, directory: Path, prompts: list[list[int]]):
         self._planned, self._directory, self._prompts = planned, directory, prompts
@@ -110,7 +108,7 @@ class ProductsOf:
         self.on = ""
 
     def measure(self, model: Module) -> None:
-        """model: the source, on the CPU; unused if calibration has already measured."""
+        """Measure. model: the source, on the CPU; unused if calibration has already measured."""
         planned, found = self._planned, self._planned.product_errors
         self.on = "calibration texts"
         if found is None:
@@ -124,7 +122,7 @@ class ProductsOf:
 
 
 def weight_errors(planned: PlannedConversion, directory: Path) -> dict[str, float]:
-    """Relative error of each quantised matrix of `directory`, in float32."""
+    """Return the relative error of each quantised matrix of `directory`, in float32."""
     quantization = planned.config.quantization
     if quantization is None or planned.replaced is not None:
         return {}

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from tridecode.kernels.formats.quantized import VALUE_DTYPES, QuantizedWeight, packed
 
-_FP8_MAX = 448.0  # the largest number of e4m3
+_FP8_MAX = 448.0  # largest value of E4M3
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Grid:
 
     format: "int8", "int4" or "fp8". group_size: consecutive inputs that share a scale; 0: all inputs.
     symmetric: the zero is fixed (0; 8 for int4). Only int4 can be asymmetric: then 0 to 15 covers the group's
-    range of weights, widened to include 0. block_rows: consecutive outputs that share the scales; above 1 fp8
-    only, with groups of as many inputs.
+    range of weights, widened to include 0. block_rows: consecutive outputs that share scales; above 1 only
+    for fp8, with group_size equal to block_rows.
     """
 
     format: str = "int4"
@@ -50,9 +50,9 @@ class Grid:
     def of(self, weights: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """Return (scales, zeros) (..., 1) for groups of weights (..., n), in their dtype.
 
-        With block_rows the first axis is the outputs, starting at the first of a block. shrink: the grid's
-        range relative to the weights' range; values outside are clipped. Half a step, or 0 for int8 and FP8,
-        is the largest error without clipping.
+        With block_rows the first axis has the outputs and starts at the beginning of a block. shrink: the
+        grid's range relative to the weights' range; values outside are clipped. Half a step, or 0 for int8
+        and FP8, is the largest error without clipping.
         """
         if self.has_zeros:
             low = weights.amin(-1, keepdim=True).clamp(max=0) * shrink
@@ -66,7 +66,7 @@ class Grid:
         return scales, torch.full_like(scales, 8.0 if self.format == "int4" else 0.0)
 
     def levels(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Return the nearest levels, in the dtype of the weights. Halves are rounded to even."""
+        """Return the nearest levels in the dtype of the weights; halves are rounded to even."""
         scaled = weights / scales
         if self.format == "fp8":
             return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(weights.dtype)
@@ -74,14 +74,14 @@ class Grid:
         return (scaled.round() + zeros).clamp(low, high)
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """(out, in) -> (out, G, group_size); zeros, which change no grid, fill the last group."""
+        """Split (out, in) into (out, G, group_size); zeros, which change no grid, pad the last group."""
         size = self.group_size or weight.shape[1]
         return pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
 
     def stored(
         self, levels: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None = None
     ) -> QuantizedWeight:
-        """levels (out, in), scales and zeros (out, G) -> what is stored; groups: as in QuantizedWeight."""
+        """Return the QuantizedWeight of levels (out, in), scales and zeros (out, G). groups: as in it."""
         values = packed(levels) if self.format == "int4" else levels.to(VALUE_DTYPES[self.format])
         return QuantizedWeight(
             self.format,
@@ -95,7 +95,7 @@ class Grid:
         )
 
     def rounded(self, weight: Tensor, shrink: Tensor | float = 1.0) -> QuantizedWeight:
-        """weight (out, in) rounded to nearest; shrink: (out, G, 1), or a number for all groups."""
+        """Return weight (out, in) rounded to nearest. shrink: (out, G, 1), or one value for all groups."""
         grouped = self.grouped(weight)
         scales, zeros = self.of(grouped, shrink)
         levels = self.levels(grouped, scales, zeros).flatten(1)[:, : weight.shape[1]]
@@ -117,6 +117,6 @@ def _over_blocks(largest: Tensor, rows: int) -> Tensor:
 
 
 def _as_stored(scales: Tensor) -> Tensor:
-    """Rounded to float32; 1 for groups of zeros."""
+    """Return the scales rounded to float32; 1 for groups of zeros."""
     rounded = scales.float().to(scales.dtype)
     return torch.where(rounded > 0, rounded, 1.0)

@@ -1,4 +1,4 @@
-"""Benchmarks of attention over a paged cache, and of torch's over the same prompts."""
+"""Benchmarks attention over a paged cache, and torch's attention over the same prompts."""
 
 # ruff: noqa: B023  every closure below is called within its loop iteration
 

@@ -9,18 +9,18 @@ from torch import Tensor
 from tridecode.kernels.formats.kv_rounding import expanded
 from tridecode.kernels.operands import Batch, CacheLayer, Heads
 
-#: queries of a prefill row that are scored at a time; bounds the memory of the scores
+#: prefill queries scored at a time, which bounds the memory of the scores
 _QUERY_CHUNK = 256
 
 
 def decode_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
-    """Ops.decode_attention of finished rows."""
+    """Compute Ops.decode_attention for rows that are rotated and cached."""
     if batch.decode_queries > 1:
         _attend_rows(qkv, heads, batch, cache, range(batch.num_decodes), out, reads_cache=True)
         return
     rows = batch.num_decodes
     queries = heads.num_heads * heads.head_size
-    # the query heads of a kv head are treated as queries of one head: (B, K, H / K, D)
+    # the query heads of a KV head count as queries of one head: (B, K, H / K, D)
     q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
     key_index, value_index = _decode_indices(batch, cache, heads)
     shape = (rows, heads.num_kv_heads, -1, heads.head_size)
@@ -48,8 +48,8 @@ def _attend_rows(
 ) -> None:
     """Compute causal attention row by row.
 
-    qkv, out: from the first token of rows on. Fresh rows read their keys and values from qkv, unless
-    reads_cache.
+    qkv, out: begin at the first token of `rows`. Rows without cached tokens read keys and values from qkv,
+    unless reads_cache.
     """
     queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -58,7 +58,7 @@ def _attend_rows(
         first, last = starts[row] - base, starts[row + 1] - base
         if first == last:
             continue
-        if lens[row] == 0:  # the row reads nothing
+        if lens[row] == 0:  # the row has no context
             out[first:last] = 0
             continue
         mine = qkv[first:last]
@@ -197,5 +197,5 @@ def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dty
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-        batch.memo[key] = (mask, biases)  # kept alive, so that no other object gets their id
+        batch.memo[key] = (mask, biases)  # keeps them alive, so that no other object gets their id
     return batch.memo[key][0]

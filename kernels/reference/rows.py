@@ -61,16 +61,16 @@ def verify_rows(
     log_probs: Tensor,
     accepted: Tensor,
 ) -> None:
-    """Ops.verify: `sample` draws the rows' tokens one position after another, and a row continues while the
-    drawn token equals its next draft token.
+    """Compute Ops.verify: `sample` draws the tokens position by position, and a row continues while the drawn
+    token equals its next draft token.
 
-    Waits for the device only if `sample` does, and may be captured in a CUDA graph if `sample` may.
+    Waits for the device only if `sample` does, and can be captured in a CUDA graph if `sample` can.
     """
     rows, count = batch.num_decodes, batch.decode_tokens
     starts, ends = batch.query_starts[:rows].long(), batch.query_starts[1 : rows + 1].long()
     device = starts.device
     slots = batch.sample_slots[starts.clamp(max=count - 1)].masked_fill(ends == starts, -1)
-    # one extra position, for rows that have ended: no two rows write to the same position of a token
+    # one extra position for rows that have ended, so that no two rows write to the same token's position
     found = torch.zeros(count + 1, dtype=tokens.dtype, device=device)
     likely = torch.zeros(count + 1, dtype=log_probs.dtype, device=device)
     goes_on = slots >= 0
@@ -97,6 +97,6 @@ def keep_lengths(state: SamplingState, batch: Batch, slots: Tensor, accepted: Te
     """
     rows, size = batch.num_decodes, state.lengths.shape[0]
     counts = batch.query_starts[: rows + 1].diff()
-    lengths = torch.cat([state.lengths, state.lengths[:1]])  # one extra position, for rows without a slot
+    lengths = torch.cat([state.lengths, state.lengths[:1]])  # one extra position for rows without a slot
     lengths[torch.where(slots >= 0, slots, size).long()] = batch.context_lens[:rows] - counts + accepted
     state.lengths.copy_(lengths[:-1])

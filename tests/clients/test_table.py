@@ -1,4 +1,4 @@
-"""The table that `make clients` writes, and that docs/guides/clients.md has a row for every use."""
+"""The table of `make clients`; docs/guides/clients.md has a row for every use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Prompt learning through the real server: every form, over HTTP and gRPC, and the evaluation of a task, with
-PEFT as the reference.
+"""Prompt learning through the real server: all forms over HTTP and gRPC, and the evaluation of a task.
+
+PEFT is the reference.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ PROMPT = [7, 9, 11, 40, 23]
 class Stack(NamedTuple):
     server: ServerProcess
     model: Any
-    adapted: dict[str, Any]  # of the tasks 0 and 1
+    adapted: dict[str, Any]  # answers of tasks 0 and 1
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory) -> Iterator[Stack]:
-    """A GPT-2 with two tasks: embeddings that FP16 holds, and a prefix."""
+    """Make a GPT-2 with two tasks: embeddings that FP16 represents exactly, and a prefix."""
     folder = tmp_path_factory.mktemp("prompts")
     model = FAMILIES["gpt2"]()
     adapted = {kind: make_prompt(model, folder / kind, kind, LENGTH, 1, 0.5) for kind in ("prompt", "prefix")}
@@ -72,7 +73,7 @@ def tokens(answer, row: int = 0) -> list[int]:
 
 
 def test_every_form_gives_what_peft_gives(stack: Stack) -> None:
-    """Tasks by number, tables in FP16, virtual ids in the prompt; then the bare model, which is unchanged."""
+    """Covers tasks by number, tables in FP16 and virtual ids in the prompt, then the unchanged base model."""
     prompt, prefix = stack.adapted.values()
     wanted = {
         "prompt": greedy_peft(prompt, PROMPT, TOKENS)[0],
@@ -167,7 +168,7 @@ def test_bad_tables_are_refused_and_the_server_lives(stack: Stack) -> None:
 
 
 def test_the_evaluation_of_a_task_runs_as_fastertransformers_does(stack: Stack, tmp_path: Path) -> None:
-    """The right answers are PEFT's own: a task that is served has all of them, the bare model has none."""
+    """The right answers are those of PEFT: a served task gives all of them, the base model none."""
     tokenizer, prompt = tiny_tokenizer(), stack.adapted["prompt"]
     lines = []
     for question in ("who", "when is it", "why", "how far", "which city"):

@@ -1,9 +1,9 @@
 """FasterTransformer's rules of sampling, one by one and together, as exact probabilities in float64.
 
-`exact` is the contract written out in numpy; transformers' processors are the second opinion on it. Draws are
-compared with it by Pearson's chi-square over many seeds. The seeds are fixed, so a test's outcome never
-changes; the limit is the 99.99 % quantile, so that a right sampler with other seeds would fail a case once in
-10,000 times. Each test of a rule shows as well that the same draws do not fit the rule's likely mistakes.
+`exact` is the contract in numpy, checked against transformers' processors. Pearson's chi-square over many
+seeds compares draws with it. The seeds are fixed, so a test's outcome never changes. The limit is the 99.99 %
+quantile: with other seeds a right sampler would fail a case once in 10,000 times. Each test of a rule also
+shows that the draws do not fit the rule's likely mistakes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SamplingState
 
 VOCAB = 24
-BATCH = 64  # rows of a call
-DRAWS = 448  # of a case, each with a seed of its own
+BATCH = 64  # rows per call
+DRAWS = 448  # draws per case, each with its own seed
 LOGITS = np.random.default_rng(7).normal(0, 1.6, VOCAB).astype(np.float32)
 BEST, SECOND, THIRD = np.argsort(-LOGITS)[:3].tolist()
 PROMPT, OUTPUT = [3, THIRD, THIRD, SECOND, 3], [THIRD, 5]
@@ -91,7 +91,7 @@ def _top_k(state: State) -> None:
 
 
 def _top_p(state: State) -> None:
-    """The smallest set of the most likely ids that has the mass p, of what top-k left."""
+    """Return the smallest set of most likely ids with mass p, among those that top-k kept."""
     order = np.argsort(-state.logits)
     mass = np.exp(state.logits[order] - state.logits.max())
     before = np.concatenate([[0], np.cumsum(mass / mass.sum())[:-1]])
@@ -110,7 +110,7 @@ RULES = {
 
 
 def exact(params: SamplingParams, prompt=PROMPT, output=OUTPUT, order=ORDER) -> np.ndarray:
-    """(VOCAB,) float64: the probability of each id."""
+    """Return (VOCAB,) float64, the probability of each id."""
     state = State(params, list(prompt), list(output))
     for rule in order:
         RULES[rule](state)
@@ -119,12 +119,12 @@ def exact(params: SamplingParams, prompt=PROMPT, output=OUTPUT, order=ORDER) -> 
 
 
 def swapped(first: str, second: str) -> tuple[str, ...]:
-    """The order of the rules with two of them exchanged."""
+    """Return the order of the rules with two of them swapped."""
     return tuple({first: second, second: first}.get(rule, rule) for rule in ORDER)
 
 
 def make_state(place: Place, cases: list[SamplingParams], prompt=PROMPT, output=OUTPUT) -> SamplingState:
-    """Slot i draws by cases[i]: the engine's own way from parameters to slots."""
+    """Initialise slot i from cases[i] with the engine's own code."""
     state = SamplingState.allocate(len(cases), 32, VOCAB, 16, place.device)
     history = np.array([*prompt, *output], np.int32)
     starts = [SlotStart(slot, p, history, len(output), p.top_p) for slot, p in enumerate(cases)]
@@ -147,7 +147,7 @@ def seeded(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 def counts_of(place: Place, cases: list[SamplingParams], draws: int = DRAWS) -> np.ndarray:
-    """(cases, VOCAB): how often each id was drawn. Rows of all cases share their batches."""
+    """Return (cases, VOCAB), the number of draws of each id. Rows of all cases share batches."""
     counts = np.zeros((len(cases), VOCAB))
     rows = [(case, seed) for seed in range(draws) for case in range(len(cases))]
     for first in range(0, len(rows), BATCH):
@@ -160,8 +160,8 @@ def counts_of(place: Place, cases: list[SamplingParams], draws: int = DRAWS) -> 
 
 
 def misfit(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Pearson's chi-square in units of its 99.99 % quantile; infinite if an impossible id was drawn. Ids of
-    fewer than 5 expected draws are one class."""
+    """Return Pearson's chi-square in units of its 99.99 % quantile; infinite if an impossible id was drawn.
+    Ids with fewer than 5 expected draws form one class."""
     if counts[probabilities == 0].any():
         return np.inf
     expected = probabilities * counts.sum()
@@ -181,7 +181,7 @@ def params(**values) -> SamplingParams:
     return SamplingParams(**{"top_k": 0, **values})
 
 
-#: name -> the parameters, and what their draws must not fit. None: not drawn, as the exact log-probs suffice
+#: parameters by name, and mistakes that their draws must not fit. None: exact log probs suffice, no draws
 CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]] = {
     "the whole vocabulary": (params(), params(temperature=1.6)),
     "temperature": (params(temperature=2.5), params(temperature=1.2)),
@@ -250,7 +250,7 @@ def test_draws_of_the_kernel_have_the_exact_probabilities(cuda_place: Place):
 
 
 class _Penalties(LogitsProcessor):
-    """Presence and frequency, which transformers lacks; OpenAI's definition."""
+    """Presence and frequency penalties by OpenAI's definition; transformers has none."""
 
     def __init__(self, given: SamplingParams):
         self.given = given
@@ -262,7 +262,7 @@ class _Penalties(LogitsProcessor):
 
 
 def processors(given: SamplingParams) -> LogitsProcessorList:
-    """transformers' of the same parameters, in FasterTransformer's order."""
+    """Return transformers' processors for the parameters, in FasterTransformer's order."""
     found: list = []
     if given.bad_words:
         found.append(NoBadWordsLogitsProcessor(given.bad_words))
@@ -323,7 +323,7 @@ def test_greedy_takes_the_likeliest_under_every_rule(place: Place):
 
 
 def test_a_decaying_top_p_shrinks_the_nucleus_and_a_reset_id_restores_it(place: Place):
-    """The second token of many sequences: of the nucleus 0.9 * 0.5, or of 0.9 after the reset id."""
+    """The second token comes from the nucleus of 0.9 * 0.5, or of 0.9 after the reset id."""
     reset = SECOND
     given = params(top_p=0.9, top_p_decay=0.5, top_p_min=0.1, top_p_reset_id=reset)
     counts = {True: np.zeros(VOCAB), False: np.zeros(VOCAB)}
@@ -354,7 +354,7 @@ def test_top_p_decays_to_its_minimum(place: Place, decay: float, least: float, s
 
 
 def test_counts_follow_the_generated_tokens(place: Place):
-    """The penalty of a token begins with the step after the one that drew it."""
+    """A token is penalised from the step after its draw on."""
     given = params(frequency_penalty=1.5, top_k=1)
     state, output = make_state(place, [given]), list(OUTPUT)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""The rendered config.pbtxt files against the contracts of FasterTransformer's backend and TensorRT-LLM.
+"""The rendered config.pbtxt files match the contracts of FasterTransformer's backend and TensorRT-LLM.
 
 client_contracts.json has them as [name, type, dims, optional], taken from the config.pbtxt files of
 fastertransformer_backend c6936c3 and of tensorrtllm_backend before 6a749f5.
@@ -36,7 +36,7 @@ OPTIONS = {
     },
     "tokens": {"contracts": ["tensorrt_llm", "tensorrt_llm_tokens"], "decoupled": ["tensorrt_llm_tokens"]},
 }  # fmt: skip
-#: what our models take besides the contracts; all optional
+#: optional inputs that our models accept in addition to the contracts
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
              "priority", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids", "add_special_tokens",
@@ -64,7 +64,7 @@ OURS = {
 
 
 def render(directory: Path, settings: dict | None = None, checkpoint_path: str = "1-gpu", **options) -> dict:
-    """{name: (folder of templates, parsed config.pbtxt)} of a repository with these options."""
+    """Return {name: (folder of templates, parsed config.pbtxt)} of a repository with these options."""
     models = repository_models(**options)
     write_models(
         directory, models, engine=engine_texts(settings or {}, "test"), model_type="GPT",
@@ -102,7 +102,7 @@ CASES = [
     ("vllm", "vllm_backend"),
     ("llmapi", "trtllm_llmapi/tensorrt_llm"),
 ]
-#: kind of model -> the contract of build-repo that has it; else the default ones
+#: contract of build-repo by kind of model; the default contracts have the other kinds
 CONTRACT_OF = {
     "token_model": "tensorrt_llm_tokens",
     "tensorrt_llm_preprocessing": "tensorrt_llm_tokens",
@@ -112,9 +112,9 @@ CONTRACT_OF = {
     "vllm": "vllm",
     "llmapi": "llmapi",
 }
-#: inputs that the contract requires and our models have a default for
+#: inputs that the contract requires, and for which our models have a default
 DEFAULTED = {("text", "max_tokens")}
-#: outputs of ours
+#: our additional outputs
 OUR_OUTPUTS = {
     "text": {"num_input_tokens", "num_output_tokens", "finish_reason"},
     "tensorrt_llm_ensemble": {"num_input_tokens", "num_output_tokens", "finish_reason"},
@@ -136,9 +136,11 @@ def test_every_tensor_of_the_contract_is_declared_and_nothing_else_is_required(t
     assert models
     for name, (_, config) in models.items():
         inputs, outputs = table(config.input), table(config.output)
-        batch = [-1] if template.endswith("postprocessing") else []  # they have the axis themselves
+        batch = (
+            [-1] if template.endswith("postprocessing") else []
+        )  # these models declare the axis themselves
         for tensor, dtype, dims, optional in CONTRACTS[contract]["input"]:
-            # GPT-J's and GPT-NeoX's postprocessing does not take it
+            # GPT-J's and GPT-NeoX's postprocessing does not have it
             optional = optional or tensor == "RESPONSE_INPUT_LENGTHS"
             # with a fixed axis Triton refuses a request without rows, which it would not answer otherwise
             fixed = tensor in ("request_output_len", "REQUEST_OUTPUT_LEN", "INPUT_1", "max_tokens")
@@ -154,8 +156,8 @@ def test_every_tensor_of_the_contract_is_declared_and_nothing_else_is_required(t
 
 
 def test_every_model_has_an_answer_for_a_request_without_rows(tmp_path):
-    """Triton's python backend drops a batch of 0 rows. Its core refuses one that lacks the bytes of an axis
-    that is neither free nor removed; with max_batch_size 0 the model itself gets it."""
+    """Triton's python backend drops a batch of 0 rows. Triton's core refuses it if an axis is fixed; with
+    max_batch_size 0 the model itself gets it."""
     for options in (*({"contracts": [name]} for name in CONTRACT_OF.values()), {}):
         for name, (template, config) in render(tmp_path / str(len(str(options))), **options).items():
             guards = [
@@ -322,7 +324,7 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
         if kind == "text":
             assert (parameters["stop_ids"], parameters["exclude_input_in_output"]) == ("5,6", "false")
         if name == "fastertransformer_streaming":
-            # one place configures the engine; the other parameters are the door's
+            # only one file configures the engine; the other parameters belong to the door
             assert parameters.pop("engine_model") == "fastertransformer"
             assert set(parameters) == {"merge_behind_s", "max_response_elements", "max_stream_elements"}
 

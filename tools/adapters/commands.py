@@ -7,7 +7,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="LoRA adapters that a repository serves by name.")
 _Repository = Annotated[Path, typer.Argument(help="A model repository.")]
-_Name = Annotated[str, typer.Argument(help="What requests send as lora_name.")]
+_Name = Annotated[str, typer.Argument(help="Name that requests send as lora_name.")]
 
 
 def _check(repository: Path) -> None:
@@ -20,9 +20,9 @@ def _check(repository: Path) -> None:
 
 @app.command("list")
 def list_adapters(repository: _Repository) -> None:
-    """List the adapters, and what is wrong with one that cannot be served.
+    """List the adapters, with the reason if one cannot be served.
 
-    Exit code: 1 if there is such an adapter.
+    Exit code: 1 if an adapter cannot be served.
 
     \b
     Example:
@@ -65,7 +65,7 @@ def add(
 
 @app.command()
 def remove(repository: _Repository, name: _Name) -> None:
-    """Remove an adapter; requests that have it already end as they would.
+    """Remove an adapter; running requests with it are not affected.
 
     \b
     Example:

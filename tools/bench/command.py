@@ -62,7 +62,7 @@ def engine(
     int8_head: Int8Head = False,
     output: Output = RESULTS,
 ) -> None:
-    """Measure the engine alone, without a server.
+    """Measure the engine without a server.
 
     Time to the first token, milliseconds per step, tokens per second; greedy, fixed output lengths.
 
@@ -99,7 +99,7 @@ def server(
     door_python: DoorPython = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure the server's overhead over the engine alone.
+    """Measure the overhead of the server compared with the engine alone.
 
     Both run on this machine, one after the other; requests go over gRPC streams.
 
@@ -130,7 +130,7 @@ def compare_engines(
 ) -> None:
     """Compare our engine with transformers and vLLM on the same prompts.
 
-    Each engine runs in its own process; vLLM only where it is installed.
+    Each engine runs in its own process; vLLM only if it is installed.
 
     \b
     Example:
@@ -153,7 +153,7 @@ def mix(
     dtype: Dtype = None,
     device: Device = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the load.")] = 1000,
-    slots: Annotated[int, typer.Option(min=1, help="Maximum sequences that run at once.")] = 256,
+    slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 256,
     rate: Annotated[
         float, typer.Option(min=0.0, help="Poisson arrivals per second; 0: all requests at once.")
     ] = 0.0,
@@ -167,7 +167,7 @@ def mix(
     """Measure a load of chats: prompts and answers of many lengths.
 
     Prompts of about 180 tokens (16 to 1,024), answers of about 150 (4 to 512), of log-normal lengths. Our
-    engine, step by step, and vLLM where it is installed.
+    engine, step by step, and vLLM if it is installed.
 
     \b
     Example:
@@ -200,7 +200,7 @@ def beside(
 ) -> None:
     """Compare a checkpoint on this CPU with transformers and ctranslate2.
 
-    Our engine alone and behind Triton, transformers' generate, and ctranslate2 where it is installed take
+    Our engine alone and behind Triton, transformers' generate, and, if installed, ctranslate2 take
     turns; fp32, greedy, fixed output lengths.
 
     \b
@@ -219,7 +219,7 @@ def loading(
     preset: Preset = "bloom-7b1",
     dtype: Dtype = None,
     device: Device = "auto",
-    loads: Annotated[int, typer.Option(min=2, help="How often to load, each time in a new process.")] = 3,
+    loads: Annotated[int, typer.Option(min=2, help="Number of loads, each in a new process.")] = 3,
     folder: Annotated[
         Optional[Path],
         typer.Option(

@@ -1,4 +1,4 @@
-"""Options that several commands of `tridecode bench` have, and the Job that they describe."""
+"""Options shared by commands of `tridecode bench`, and the Job that they describe."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Callable, Optional, TypeVar
@@ -22,7 +22,7 @@ def _check_preset(name: str) -> str:
 Preset = Annotated[
     str,
     typer.Option(
-        help="Random weights of a true shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy.",
+        help="Random weights of this shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy.",
         callback=_check_preset,
     ),
 ]
@@ -49,7 +49,7 @@ Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 
 
 def _check_output(folder: Path) -> Path:
-    """Check the output before anything is measured."""
+    """Check the output folder before anything is measured."""
     from tridecode.tools.bench.reports.report import check_output
 
     check_output(folder)
@@ -74,7 +74,7 @@ Requests = Annotated[
 Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
 ]
-Int8Head = Annotated[bool, typer.Option("--int8-head", help="The head in int8.")]
+Int8Head = Annotated[bool, typer.Option("--int8-head", help="Quantise the head to int8.")]
 CacheDtype = Annotated[str, typer.Option(help="dtype of the KV cache: auto, fp8 or int8.")]
 DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
 RESULTS = Path("build/bench")

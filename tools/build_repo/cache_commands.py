@@ -42,10 +42,12 @@ def list_entries(cache: _Folder = None) -> None:
 @app.command("rm")
 def remove_entries(
     names: Annotated[Optional[list[str]], typer.Argument(help="Names as `cache list` shows them.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Remove every one that no process uses.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Remove all repositories that no process uses.")
+    ] = False,
     cache: _Folder = None,
 ) -> None:
-    """Remove cached repositories. One that a running server uses stays, which is said.
+    """Remove cached repositories. A repository that a running server uses is kept and reported.
 
     \b
     Example:

@@ -41,19 +41,21 @@ def build_repo(
     owner: Annotated[
         Optional[list[str]],
         _contracts(
-            metavar="CONTRACT[,CONTRACT...]", help="Keeps a model's name that several contracts have."
+            metavar="CONTRACT[,CONTRACT...]",
+            help="Contract that keeps a model name used by several contracts.",
         ),
     ] = None,
-    ensemble_owner: Annotated[str, _contracts(help="The same for the model `ensemble` only.")] = "",
+    ensemble_owner: Annotated[str, _contracts(help="The same, only for the model `ensemble`.")] = "",
     decoupled: Annotated[
         Optional[list[str]],
-        _contracts(metavar="CONTRACT", help="Its models stream under their usual names; may be repeated."),
+        _contracts(metavar="CONTRACT", help="Contract whose usual model names stream; may be repeated."),
     ] = None,
     decoupled_fastertransformer: Annotated[
         bool, _contracts("--decoupled-fastertransformer", help="`fastertransformer` itself streams.")
     ] = False,
     plain_text: Annotated[
-        bool, _contracts("--plain-text", help="The text model gives one response; _streaming streams.")
+        bool,
+        _contracts("--plain-text", help="The text model sends one response; its sibling _streaming streams."),
     ] = False,
     unbatched_text: Annotated[
         bool,
@@ -61,7 +63,7 @@ def build_repo(
     ] = False,
     exclude_input: Annotated[
         bool,
-        _contracts("--exclude-input", help="Text models leave the prompt out of answers by default."),
+        _contracts("--exclude-input", help="Answers of text models omit the prompt by default."),
     ] = False,
     uint32_text_inputs: Annotated[
         bool,
@@ -69,7 +71,7 @@ def build_repo(
     ] = False,
     wrap_token_ids: Annotated[
         bool,
-        _contracts("--wrap-token-ids", help="`tensorrt_llm` takes ids beyond the vocabulary modulo it."),
+        _contracts("--wrap-token-ids", help="`tensorrt_llm` takes ids modulo the vocabulary size."),
     ] = False,
     vllm_model: Annotated[
         str, _contracts(metavar="NAME", help="Name of the model with vLLM's contract.")
@@ -78,7 +80,7 @@ def build_repo(
         bool,
         _contracts(
             "--stand-ins",
-            help="Also models of the other contracts, which answer with the option to build them.",
+            help="Add placeholders for models of other contracts; they answer with the option to build them.",
         ),
     ] = False,
     setting: Annotated[
@@ -97,10 +99,11 @@ def build_repo(
     ] = True,
     reference: Annotated[
         Optional[str],
-        _compared(help="Compare with this checkpoint: the one that a weight directory was made from."),
+        _compared(help="Compare with this checkpoint, from which the weight directory was made."),
     ] = None,
     num_heads: Annotated[
-        Optional[int], _source(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
+        Optional[int],
+        _source(min=1, help="Attention heads, if a Megatron checkpoint does not have their number."),
     ] = None,
     prompts: Annotated[
         Optional[list[Path]],
@@ -110,11 +113,11 @@ def build_repo(
         Optional[str],
         _quantised(
             metavar="FORMAT",
-            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
-            "w8a8-fp8 or w8a8-fp8-blocks (docs/guides/quantization.md); or calibrated: int4-awq, int4-tuned "
-            "(of the int4 methods the one with the least divergence, and the slowest to make), smoothquant, "
-            "smoothquant-gptq, or one of those with -gptq behind it (docs/guides/calibration.md); none: "
-            "expand quantised ones.",
+            help="Format of the layers' matrices. Rounded: int8, int4, fp8; with activations in 8 bit: "
+            "w8a8-int8, w8a8-fp8, w8a8-fp8-blocks (docs/guides/quantization.md). Calibrated: one of these "
+            "with -gptq, int4-awq, int4-awq-gptq, int4-tuned (the most accurate int4, and the slowest to "
+            "build), smoothquant, smoothquant-gptq (docs/guides/calibration.md). none: dequantise the "
+            "checkpoint.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -129,8 +132,8 @@ def build_repo(
         _quantised(
             min=1,
             max=100_000,
-            help="int4-tuned: steps for each layer, and two thirds as many for all together; fewer are less "
-            "accurate.",
+            help="int4-tuned: training steps per layer; two thirds as many then train all layers together. "
+            "Fewer steps are less accurate.",
         ),
     ] = 300,
     quantize_floor: Annotated[
@@ -142,10 +145,10 @@ def build_repo(
     ] = "0.5,0.5",
     parity_text: Annotated[
         Optional[Path],
-        _compared(metavar="JSONL", help="Compare on these texts, too: up to 4,096 tokens (PARITY.json)."),
+        _compared(metavar="JSONL", help="Also compare on these texts, up to 4,096 tokens (PARITY.json)."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
+        bool, typer.Option("--overwrite", help="Replace an existing repository at --output.")
     ] = False,
 ) -> None:
     """Convert a checkpoint into a Triton model repository.

@@ -1,4 +1,4 @@
-"""Checks the arguments of `build-repo` without torch and transformers: a wrong one is refused at once."""
+"""Checks the arguments of `build-repo` at once, without importing torch and transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_repository(
     models: Mapping[str, Any],
     settings: Mapping[str, object],
 ) -> None:
-    """ConfigError for a repository that cannot be written. models: arguments of repository_models. settings:
-    of the engine."""
+    """Raise ConfigError if the repository cannot be written. models: arguments of repository_models.
+    settings: the engine's."""
     check_output(output, overwrite)
     repository_models(**models)
     if dtype is not None and dtype not in DTYPES:
@@ -36,17 +36,17 @@ def check_repository(
 
 
 def check_models(contracts: list[str], ensemble_owner: str) -> None:
-    """ConfigError for contracts that do not exist or do not fit together."""
+    """Raise ConfigError for unknown contracts, or contracts that cannot be combined."""
     repository_models(contracts=contracts, ensemble_owner=ensemble_owner)
 
 
 def check_settings(settings: Mapping[str, object]) -> None:
-    """ConfigError for engine parameters that do not exist or have wrong values."""
+    """Raise ConfigError for unknown engine parameters, or wrong values."""
     engine_texts(settings, "engine settings")
 
 
 def check_sources(options: Mapping[str, Path | None], prompts: Iterable[Path]) -> None:
-    """ConfigError for a file or folder that does not exist. options: name of an option -> its path."""
+    """Raise ConfigError for a file or folder that does not exist. options: path by option name."""
     named = [*options.items(), *(("--prompts", path) for path in prompts)]
     for option, path in named:
         if path is not None and not path.exists():
@@ -54,12 +54,13 @@ def check_sources(options: Mapping[str, Path | None], prompts: Iterable[Path]) -
 
 
 def source_path(model: str) -> str:
-    """The path of a checkpoint; one of the hub is downloaded. CheckpointError where there is none."""
+    """Return the path of a checkpoint, downloaded if it is on the hub. Raises CheckpointError if there is
+    none."""
     return str(find_model(model))
 
 
 def contracts_of(preset: str | None, contracts: list[str], ensemble_owner: str) -> tuple[list[str], str]:
-    """--contract and --ensemble-owner: those of `--for preset`, or as given, DEFAULT for none."""
+    """Return --contract and --ensemble-owner: those of `--for preset`, else the given ones or DEFAULT."""
     if preset is None:
         return contracts or list(DEFAULT), ensemble_owner
     if preset not in PRESETS:
@@ -71,7 +72,7 @@ def contracts_of(preset: str | None, contracts: list[str], ensemble_owner: str) 
 
 
 def quantization_of(name: str | None, group: int) -> Quantization | None:
-    """The format of --quantize; None for one that needs calibration, and for "none"."""
+    """Return the format of --quantize; None for a calibrated one and for "none"."""
     if name is None or name in ("none", *METHODS):
         return None
     if name not in ROUNDED:
@@ -81,7 +82,7 @@ def quantization_of(name: str | None, group: int) -> Quantization | None:
 
 
 def calibration_texts(name: str | None, file: Path | None) -> list[str] | None:
-    """The texts of --calibrate; None without a file."""
+    """Return the texts of --calibrate; None without a file."""
     if file is None:
         return None
     if name not in METHODS:
@@ -90,7 +91,7 @@ def calibration_texts(name: str | None, file: Path | None) -> list[str] | None:
 
 
 def given_text(file: Path | None, parity: bool) -> GivenText | None:
-    """The texts of --parity-text; None without a file."""
+    """Return the texts of --parity-text; None without a file."""
     if file is None:
         return None
     if not parity:
@@ -99,7 +100,7 @@ def given_text(file: Path | None, parity: bool) -> GivenText | None:
 
 
 def floor_of(text: str) -> Floor:
-    """The value of --quantize-floor."""
+    """Return the value of --quantize-floor."""
     try:
         mean_kl, agreement = map(float, text.split(","))
     except ValueError:
@@ -111,12 +112,12 @@ def floor_of(text: str) -> Floor:
 
 
 def names(texts: Iterable[str] | None) -> list[str]:
-    """The names of options such as `--contract a,b --contract c`."""
+    """Return the names in options such as `--contract a,b --contract c`."""
     return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
 
 
 def settings_of(texts: Iterable[str] | None) -> dict[str, str]:
-    """The values of --set KEY=VALUE."""
+    """Return the values of --set KEY=VALUE."""
     settings = {}
     for text in texts or []:
         key, equals, value = text.partition("=")

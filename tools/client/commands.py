@@ -28,7 +28,9 @@ def generate(
         Optional[Path],
         typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
+    ] = 128,
     stop: Annotated[Optional[list[str]], typer.Option(help="Text that ends the answer; repeatable.")] = None,
     bad: Annotated[
         Optional[list[str]], typer.Option(help="Word that is never generated; repeatable.")
@@ -112,7 +114,9 @@ def demo(
         Optional[str], typer.Option(help="Hugging Face directory, hub id or .gguf; default: SmolLM2-135M.")
     ] = None,
     prompt: Annotated[Optional[str], typer.Option("--prompt", "-p", help="The question to answer.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
+    ] = 128,
     cache: Annotated[Path, typer.Option(help="Folder that keeps the converted repository.")] = Path("demo"),
 ) -> None:
     """Convert a small model, serve it and answer one prompt.

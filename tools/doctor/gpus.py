@@ -19,8 +19,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: e.g. 90 for 9.0. memory, used: bytes. driver: its version. mig: "Enabled", "Disabled" or
-    "[N/A]".
+    """A GPU. capability: e.g. 90 for 9.0. memory, used: bytes. driver: its version. mig: "Enabled",
+    "Disabled" or "[N/A]".
     """
 
     index: int
@@ -34,9 +34,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """smi: nvidia-smi's GPUs; smi_error: why it reported none. driver_cuda: newest CUDA that the driver runs,
-    "13.0". torch_cuda: the CUDA that torch was built for, None for a CPU build. visible: GPUs that torch can
-    use. nccl: its version, None without.
+    """CUDA on this machine. smi: nvidia-smi's GPUs; smi_error: why it reported none. driver_cuda: newest CUDA
+    that the driver supports, e.g. "13.0". torch_cuda: the CUDA that torch was built for, None for a CPU
+    build. visible: GPUs that torch can use. nccl: its version, None without.
     """
 
     smi: tuple[Gpu, ...] = ()

@@ -12,7 +12,7 @@ TOLERANCE = 0.1  # points of accuracy
 
 
 def evaluate_lambada(
-    data: Annotated[Path, typer.Option(help="lambada_test.jsonl; docs/guides/lambada.md says where it is.")],
+    data: Annotated[Path, typer.Option(help="lambada_test.jsonl; see docs/guides/lambada.md.")],
     url: Annotated[
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
@@ -27,7 +27,7 @@ def evaluate_lambada(
     definition: Annotated[str, typer.Option(help="last-token, last-word or both.")] = "both",
     reference: Annotated[
         Optional[str],
-        typer.Option(help="Checkpoint to run in transformers, too: directory, hub id or .gguf."),
+        typer.Option(help="Also run this checkpoint in transformers: directory, hub id or .gguf."),
     ] = None,
     reference_dtype: Annotated[
         str,
@@ -37,7 +37,7 @@ def evaluate_lambada(
         Optional[Path],
         typer.Option(help="Repository or tokenizer folder; default: the one served on this machine."),
     ] = None,
-    limit: Annotated[Optional[int], typer.Option(min=1, help="Only the first items.")] = None,
+    limit: Annotated[Optional[int], typer.Option(min=1, help="Use only this many items.")] = None,
     concurrency: Annotated[
         int, typer.Option("--concurrency", "-c", min=1, max=1024, help="Requests in flight.")
     ] = 16,

@@ -38,7 +38,7 @@ def evaluate_prompts(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", "-b", min=1, max=1024, help="Rows per request.")] = 1,
     max_output_len: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 10,
-    limit: Annotated[Optional[int], typer.Option(min=1, help="Only the first questions.")] = None,
+    limit: Annotated[Optional[int], typer.Option(min=1, help="Use only this many questions.")] = None,
     timeout_s: Annotated[Optional[float], typer.Option(help="Longest wait for a response.")] = 600.0,
     output: Annotated[Optional[Path], typer.Option(help="Write every answer as JSON.")] = None,
 ) -> None:

@@ -1,10 +1,11 @@
-"""The tables of docs/reference/config_ini.md and config_pbtxt.md, made from the code that reads the files.
+"""Generates the tables of docs/reference/config_ini.md and config_pbtxt.md from the code that reads the
+files.
 
     python -m tridecode.tools.generated_docs.config --write
 
-The parameters of config.pbtxt are rows already. For config.ini, every family reads some sections here, and
-the keys that it reads are recorded with their types and defaults. Without --write: exit code 1 if a page has
-other tables than would be written.
+The parameters of config.pbtxt are already rows. For config.ini, every family reads some sections, and the
+keys that it reads are recorded with their types and defaults. Without --write the exit code is 1 if a table
+of a page is out of date.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SMALLEST = {
     "rotary_embedding": "4",
     "weight_data_type": "fp32",
 }
-#: further keys that decide which others are read
+#: other keys that decide which further ones are read
 _VARIANTS: tuple[dict[str, str], ...] = (
     {},
     {"attention_scale": "1"},
@@ -115,7 +116,7 @@ class RecordingSection(IniSection):
 
 
 def recorded(family: Family) -> dict[str, Read]:
-    """The keys that a family reads from some section."""
+    """Return the keys that a family reads from some section."""
     reads: dict[str, Read] = {}
     for variant in _VARIANTS:
         for tied_head in (True, False):

@@ -66,14 +66,14 @@ def serve(
     ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 20.0,
     start_timeout_s: Annotated[
-        float, typer.Option(help="Seconds that a start may go without progress.")
+        float, typer.Option(help="Longest time of a start without progress, in seconds.")
     ] = 600.0,
     orphans: Annotated[
         str,
         typer.Option(
             metavar="idle|leave|SECONDS",
-            help="When to restart tritonserver for requests whose model died: idle (once nothing else is "
-            "open), after SECONDS at the latest, or never (leave).",
+            help="When to restart tritonserver because of requests whose model died: idle (once no other "
+            "request is open), after SECONDS at the latest, or never (leave).",
         ),
     ] = "3.5",
     log_format: Annotated[
@@ -96,8 +96,8 @@ def serve(
         str,
         typer.Option(
             metavar="DEATHS|never",
-            help="Exit after this many deaths of tritonserver within 300 s. Until then it is restarted, "
-            "with pauses of up to 15 s.",
+            help="Exit after this many deaths of tritonserver within 300 s. Until then restart it, "
+            "after pauses of up to 15 s.",
         ),
     ] = "10",
     parent: Annotated[
@@ -150,7 +150,7 @@ def tritonserver(context: typer.Context) -> None:
     """Run tritonserver with NVIDIA's own flags.
 
     Unless flags say otherwise, it listens on the loopback interface and closes the APIs of model control,
-    shared memory, logging and tracing. `tridecode serve` also restarts what dies.
+    shared memory, logging and tracing. `tridecode serve` also restarts processes that die.
 
     \b
     Example:

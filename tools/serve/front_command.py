@@ -16,7 +16,7 @@ def front(
         str, typer.Option(help="Where to listen; 0.0.0.0: on every interface, with an API key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one, which the log names.")] = 9000,
-    workers: Annotated[int, typer.Option(help="Processes that share the port.")] = 1,
+    workers: Annotated[int, typer.Option(help="Worker processes that share the port.")] = 1,
     served_model_name: Annotated[
         Optional[list[str]], typer.Option(help="Name of the model, may be repeated. Default: its own.")
     ] = None,
@@ -33,7 +33,7 @@ def front(
     ] = None,
     api_key: Annotated[
         Optional[list[str]],
-        typer.Option(envvar="TRIDECODE_API_KEY", help="Key that requests must bear, may be repeated."),
+        typer.Option(envvar="TRIDECODE_API_KEY", help="Key that requests must carry, may be repeated."),
     ] = None,
     api_key_file: Annotated[
         Optional[Path],
@@ -43,15 +43,15 @@ def front(
         bool, typer.Option(help="Let requests add and remove LoRA adapters from folders of this machine.")
     ] = False,
     max_connections: Annotated[
-        int, typer.Option(help="Connections of each worker; further ones are refused with 503.")
+        int, typer.Option(help="Connections per worker; further ones are refused with 503.")
     ] = 10_000,
-    engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt is the engine's.")] = (
+    engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt configures the engine.")] = (
         "fastertransformer"
     ),
 ) -> None:
-    """Serve a model repository by OpenAI's API.
+    """Serve a model repository through OpenAI's API.
 
-    Beside a running server it uses that server's engine; alone it starts one, without Triton.
+    If a server of the repository runs, it uses that server's engine; otherwise it starts one, without Triton.
 
     \b
     Example:

@@ -39,7 +39,7 @@ def words_of_csv(text: str, name: str) -> list[str]:
 def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
     """Return the ids of each row's words. texts: one CSV text per row. Words without ids are dropped.
 
-    RequestError if a text is not valid or has too many words.
+    Raises RequestError if a text is not valid or has too many words.
     """
     rows = [words_of_csv(decode_text(value, name, row), name) for row, value in enumerate(texts)]
     for row, words in enumerate(rows):
@@ -76,7 +76,8 @@ def read_word_list(tensor: np.ndarray, batch: int, name: str, vocab_size: int) -
 
     Offsets below 0 are padding. A word without ids is ignored: in a stop list, FasterTransformer ended the
     row after one token, which even its own sample request did not intend. A word with an id beyond the
-    vocabulary is ignored too, because it can never be generated. RequestError if the tensor is malformed.
+    vocabulary is also ignored, because it can never be generated. Raises RequestError if the tensor is
+    malformed.
     """
     sent = list(tensor.shape)
     if tensor.ndim == 2:

@@ -1,4 +1,4 @@
-"""The base of features that work on ended requests between the steps of a rank. No torch.
+"""Base class of features that process ended requests between the steps of a rank. No torch.
 
 The device side of such a feature is in device/parts.
 """
@@ -13,23 +13,22 @@ from tridecode.backend.engine.schedule.sequence import Finish, Sequence
 
 
 class Background:
-    """Used by the thread of the loop. Its work is cut into slices, so that a step waits for one at most."""
+    """Used by the loop's thread. Work is divided into slices, so that a step waits for at most one slice."""
 
-    #: the setting that is 0 where the feature is off
+    #: the setting that is 0 if the feature is off
     switch: ClassVar[str]
-    #: the feature, and the memory that it takes next to the model, in the words of `tridecode doctor`
+    #: the feature, and the memory that it needs, as named by `tridecode doctor`
     name: ClassVar[str]
     memory: ClassVar[str]
 
     @classmethod
     def resolve(cls, model: ModelConfig, config: EngineConfig, device_type: str) -> EngineConfig:
-        """`config` with the feature's "auto" settings decided. Raises ConfigError for settings that exclude
-        it."""
+        """Return `config` with the feature's "auto" settings resolved. Raises ConfigError for settings that
+        exclude it."""
         return config
 
     def offer(self, sequence: Sequence, finish: Finish | None) -> None:
-        """Take note of a sequence that has ended; of a beam search the first one. finish: None: the search is
-        over."""
+        """Record a sequence that has ended; for a beam search the first one, with finish None."""
         raise NotImplementedError
 
     @property
@@ -38,13 +37,13 @@ class Background:
         raise NotImplementedError
 
     def may_run(self, live: bool) -> bool:
-        """Return whether it is time for a slice. live: requests can step, which then wait for it."""
+        """Return whether a slice may run now. live: requests can step and would wait for it."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Compute one slice. An error ends the work that it belongs to, and is counted."""
+        """Compute one slice. An error ends its job and is counted."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Values for the heartbeat, by name. A label is part of the name, as in `name{label="1"}`."""
+        """Return values for the heartbeat by name. A label is part of the name, as in `name{label="1"}`."""
         raise NotImplementedError

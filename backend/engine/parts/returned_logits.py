@@ -33,8 +33,8 @@ class LogitRows:
 
 @dataclass
 class FoundLogits:
-    """rows: for each of ReturnedLogits.rows (n, V) float32, or () float64 with targets. samples: (n, V)
-    float32, n = len(ReturnedLogits.samples); None if it is empty.
+    """The logits of a step. rows: for each of ReturnedLogits.rows (n, V) float32, or () float64 with targets.
+    samples: (n, V) float32, n = len(ReturnedLogits.samples); None if it is empty.
     """
 
     rows: list[np.ndarray]
@@ -58,8 +58,8 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 @dataclass
 class ReturnedLogits(StepPart):
-    """rows: prompt logits. samples: indices, in row order, of the samples whose logits are returned. Result:
-    FoundLogits.
+    """Requests logits. rows: those of prompts. samples: indices, in row order, of the samples whose logits
+    are returned. Result: FoundLogits.
     """
 
     tag = "logits"

@@ -1,4 +1,4 @@
-"""Methods that wait for other ranks: what they wait for, and the errors of a lost peer."""
+"""Decorates methods that wait for other ranks: records the wait, and reports a lost peer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def exchange(what: str) -> Callable[[_Method], _Method]:
     """Decorate a method that waits for other ranks.
 
-    what: a description for diagnoses; "": the method may wait for long. self.waits is `what` meanwhile. An
-    error of torch.distributed becomes PeerLost, since another rank probably caused it. Device errors are
+    what: a description for diagnoses; "": the method may wait for long. During the call self.waits is `what`.
+    An error of torch.distributed becomes PeerLost, because another rank probably caused it. Device errors are
     raised unchanged.
     """
 

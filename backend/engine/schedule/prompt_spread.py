@@ -1,9 +1,9 @@
 """Limits the prompts that begin in a step while sequences queue for few slots. Host only: no torch.
 
-Sequences of equal length that begin together end together. One step then computes all their prompts, and the
-steps in between have few rows, for which all weights are read. If prompts begin at different steps, decode
-rows run in steps whose prefill takes longer than reading the weights anyway. So a step admits about the
-average number of prefill tokens of the steps before it, whatever the prompt lengths. The gain:
+Sequences of equal length that begin together also end together. One step then computes all their prompts, and
+the steps in between read all weights for few rows. If prompts begin at different steps, decode rows run in
+steps whose prefill takes longer than reading the weights. A step therefore admits about the average number of
+prefill tokens of the previous steps, for any prompt lengths. The gain:
 tools/bench/studies/step_model.py and docs/lab/loads.md.
 """
 

@@ -1,8 +1,8 @@
-"""Requests that an earlier engine had begun: their sequences continue after the tokens that were sent.
+"""Resumes requests of a lost engine: their sequences continue after the tokens that were sent.
 
-A resumed sequence is admitted like a preempted one: with output. Its draws depend on its seed and on the
-number of its tokens, its penalties and stop words on the tokens themselves, so it continues with the tokens
-that the lost engine would have chosen. Host only: no torch.
+A resumed sequence is admitted with output, like a preempted one. Its draws depend on its seed and its number
+of tokens; its penalties and stop words depend on the tokens. It therefore continues with the tokens that the
+lost engine would have chosen. Host only: no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 def check(submit: Submit, vocab_size: int) -> None:
     """Raise RequestError if `submit.sent` does not match the request's sequences.
 
-    The params must be checked before.
+    The caller has checked the params.
     """
     params = [one.params for one in submit.sequences for _ in range(one.params.num_sequences)]
     if len(submit.sent) != len(params):
@@ -73,7 +73,7 @@ def by_prompt(submit: Submit) -> list[list[Sent]]:
 
 
 def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
-    """Give the sequences of a new group what was sent for them. Sequences that have ended leave the group."""
+    """Restore what was sent for the sequences of a new group. Ended sequences leave the group."""
     if group.search is not None:
         if all(one.ended for one in sent):
             group.sequences.clear()
@@ -86,13 +86,13 @@ def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
             group.sequences.remove(sequence)
         else:
             sequence.output = _tokens(one).tolist()
-            if sequence.output:  # the event of its first token had the vector of the prompt
+            if sequence.output:  # the event of its first token had the prompt's vector
                 sequence.embedding = None
             _restore_extra_outputs(sequence, one, vocab_size)
 
 
 def end_of(sequence: Sequence) -> Finish | None:
-    """Return the reason why a resumed sequence has already ended: only its last event was lost."""
+    """Return why a resumed sequence has already ended, if only its last event was lost."""
     if not sequence.output:
         return None
     last = sequence.output.pop()
@@ -129,8 +129,8 @@ def _restore_perf(extra: ExtraOutputs, sent: Sent) -> None:
 
 
 def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:
-    """Return the first position of the prompt after those whose logits, `rows` of them, were sent; virtual
-    tokens have none.
+    """Return the first prompt position whose logits were not among the `rows` that were sent; virtual tokens
+    have no logits.
     """
     ordinary = np.flatnonzero(prompt < vocab_size)
     return int(ordinary[min(rows, len(ordinary)) - 1]) + 1 if len(ordinary) else 0

@@ -1,4 +1,4 @@
-"""The prompts of chats: messages and tools by the chat template, in a process of its own."""
+"""Renders messages and tools of chats to prompts with the chat template, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tridecode.backend.front.fields.chat import ChatRequest
 
 
 class ChatPrompts:
-    """parser: name of the format of tool calls; "": as the template shows it. Belongs to one event loop."""
+    """Renderer of one event loop. parser: name of the format of tool calls; "": the template's."""
 
     def __init__(self, tokenizer_dir: Path, template: Path | None, parser: str):
         self._folder, self._given, self._parser = tokenizer_dir, template, parser or None
@@ -42,7 +42,7 @@ class ChatPrompts:
         return () if kind is None else kind.shown_tokens
 
     async def start(self) -> None:
-        """Start the process and learn what the template reads, before the first request."""
+        """Start the process and find out which variables the template reads, before the first request."""
         template = self.template()
         if template is not None:
             await self._parts(template)
@@ -51,7 +51,7 @@ class ChatPrompts:
         self._renderer.kill()
 
     async def prompt(self, wanted: ChatRequest) -> tuple[str, ToolPlan | None]:
-        """Return the prompt, and how the answer may call tools. Raises ApiError and TridecodeErrors."""
+        """Return the prompt and the ToolPlan of the answer. Raises ApiError and TridecodeErrors."""
         template = self.template()
         if template is None:
             text = "the model has no chat template; send a prompt to /v1/completions"

@@ -62,7 +62,7 @@ def test_mpi_is_asked_once_and_the_record_is_private(tmp_path: Path, monkeypatch
 
 
 def test_a_launcher_of_another_mpi_is_named(tmp_path: Path):
-    """A process that no mpirun started is alone for MPI, whatever the environment says."""
+    """MPI sees a process that was not started by mpirun as alone, with any environment."""
     place = NodePlace(1, 2, "srun")
     with pytest.raises(ConfigError) as caught:
         meeting.find(place, OURS, tmp_path)

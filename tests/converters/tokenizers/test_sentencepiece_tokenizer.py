@@ -1,4 +1,4 @@
-"""A tokenizer.model alone splits every text as the sentencepiece package does."""
+"""A tokenizer made from tokenizer.model alone splits text like the sentencepiece package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The streaming client against a server that speaks Triton's protocol with answers chosen here."""
+"""The streaming client, tested with a server of Triton's protocol whose answers the test chooses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_model(name: str = "tensorrt_llm_bls", **options) -> FakeModel:
 
 
 def sent(server, name: str) -> bytes:
-    """The raw bytes of an input of the last request."""
+    """Return the raw bytes of an input of the last request."""
     request = server.requests[-1]
     index = [tensor.name for tensor in request.inputs].index(name)
     return request.raw_input_contents[index]

@@ -1,11 +1,11 @@
-"""Workloads: random ids in prompts with the lengths of a data set.
+"""Generates workloads: prompts of random ids with the lengths of a data set.
 
 `lambada` is the run of FasterTransformer's bloom_lambada.py: the 5,153 texts of LAMBADA's test set without
 their last words; the published run for BLOOM-7B1 used batches of 16. That script generates as many tokens as
-the longest last word of the batch has: 3 in the median of 16 consecutive texts (1 to 9, mean 2.8). The
-lengths below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to
-222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably slightly lower. The prompts
-are shuffled, not in the data set's order.
+the longest last word of the batch: 3 in the median of 16 consecutive texts (1 to 9, mean 2.8). The lengths
+below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to 222
+tokens. BLOOM's vocabulary is five times as large, so its counts are probably slightly lower. The prompts are
+shuffled, not in the data set's order.
 
 `mix` is a load of chats: prompts and answers of log-normal lengths, as in traces of public chat services. It
 is not derived from a data set.
@@ -18,12 +18,12 @@ import numpy as np
 from tridecode.backend.base.errors import ConfigError
 
 LAMBADA, MIX = "lambada", "mix"
-#: new tokens of each prompt
+#: new tokens per prompt
 LAMBADA_OUTPUT = 3
-#: (median, least, most) tokens of the prompts and of the answers of `mix`; the deviation of the logarithms
+#: (median, least, most) tokens of prompts and of answers in `mix`; standard deviation of the logarithms
 MIX_PROMPT, MIX_OUTPUT, MIX_SIGMA = (180, 16, 1024), (150, 4, 512), 0.8
 _LAMBADA_SHORTEST = 58
-#: prompts of 58, 59, ... tokens
+#: number of prompts with 58, 59, ... tokens
 _LAMBADA_COUNTS = (
     "2 1 7 15 34 62 70 98 114 132 171 187 196 186 213 195 200 215 221 189 179 177 176 172 152 160 147 "
     "115 104 116 96 103 96 80 71 62 56 48 54 48 46 37 35 27 26 22 24 16 19 17 13 5 11 10 16 14 9 10 7 7 "
@@ -56,12 +56,12 @@ def workload_prompts(
         raise ConfigError(f"no workload {name!r}; wanted {LAMBADA}")
     random = np.random.default_rng(seed)
     lengths = random.permutation(_lambada_lengths())[:limit]
-    ids = random.integers(3, vocab_size, lengths.sum())  # 0 to 2 may be special
+    ids = random.integers(3, vocab_size, lengths.sum())  # ids 0 to 2 may be special
     return tuple(tuple(part.tolist()) for part in np.split(ids, np.cumsum(lengths)[:-1]))
 
 
 def _lambada_lengths() -> np.ndarray:
-    """(5153,) tokens of each prompt, ascending."""
+    """Return (5153,), the tokens of each prompt, ascending."""
     counts = [int(count) for count in _LAMBADA_COUNTS.split()]
     usual = np.repeat(np.arange(len(counts)) + _LAMBADA_SHORTEST, counts)
     return np.concatenate([usual, np.repeat(list(_LAMBADA_LONG), list(_LAMBADA_LONG.values()))])
@@ -73,7 +73,7 @@ def mix_requests(
     """Return (prompts, new tokens of each) for `count` requests of `mix`, determined by the seed."""
     random = np.random.default_rng(seed)
     prompts, outputs = (_log_normal(random, count, *shape) for shape in (MIX_PROMPT, MIX_OUTPUT))
-    ids = random.integers(3, vocab_size, prompts.sum())  # 0 to 2 may be special
+    ids = random.integers(3, vocab_size, prompts.sum())  # ids 0 to 2 may be special
     parts = np.split(ids, np.cumsum(prompts)[:-1])
     return tuple(tuple(part.tolist()) for part in parts), tuple(outputs.tolist())
 
