@@ -50,6 +50,8 @@ LISTED = {
     r"(mpirun|srun) ": "needs several nodes: tests/integration/test_nodes.py runs mpirun on one",
     r"tridecode tritonserver ": "serves on fixed ports",
     r"tridecode build-repo ": "the same as the first one with an option",
+    r"tridecode chat ": "a terminal: tests/tools/chat runs it",
+    r"tridecode cache ": "the user's own cache: tests/tools/build_repo/test_cache_commands.py runs it",
     r"tridecode demo\b": "downloads a model",
     r"tridecode doctor": "what it finds depends on the machine",
     r"tridecode evaluate-lambada ": "needs LAMBADA's file, which is not ours",

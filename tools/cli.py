@@ -21,6 +21,7 @@ from tridecode.tools.adapters.commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.build_repo.cache_commands import app as cache_app
 from tridecode.tools.build_repo.commands import build_repo, check
+from tridecode.tools.chat.command import chat
 from tridecode.tools.client.commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
 from tridecode.tools.evaluate.command import evaluate_lambada
@@ -121,6 +122,7 @@ app.command(
     add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
 )(tritonserver)
 app.command()(generate)
+app.command()(chat)
 app.command("send-request")(send_request)
 app.command()(check)
 app.command()(doctor)

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.build_repo.cache import Conversion
 from tridecode.tools.build_repo.find_repository import find_repository
-from tridecode.tools.llm.local_engine import LocalEngine
-from tridecode.tools.llm.outputs import RequestOutput
-from tridecode.tools.llm.params import BeamSearchParams, SamplingParams
+from tridecode.tools.llm.local_engine import LocalEngine, logging_to
+from tridecode.tools.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from tridecode.tools.llm.params import BeamSearchParams, PoolingParams, SamplingParams
 from tridecode.tools.llm.running import Running
 from tridecode.tools.llm.submitter import Job, Params, Prompt, Submitter, is_one_prompt, params_of_each
 
@@ -31,7 +33,8 @@ class LLM:
     hub id. tensor_parallel_size: GPUs that share each layer. quantization: as `build-repo --quantize`.
     max_model_len: tokens of prompt and answer; max_num_seqs: sequences at a time; None: the engine's own
     choice. cache: folder of converted repositories. chat_template: a file that replaces the checkpoint's.
-    start_timeout_s: longest wait for the engine.
+    log: a file for the lines of the engine's processes; None: stderr. start_timeout_s: longest wait for the
+    engine.
 
     Methods may be called from several threads at once. Raises ConfigError and CheckpointError for a wrong
     argument, EngineDownError where the engine does not start.
@@ -47,6 +50,7 @@ class LLM:
         max_num_seqs: int | None = None,
         cache: str | Path | None = None,
         chat_template: str | Path | None = None,
+        log: str | Path | None = None,
         start_timeout_s: float = 900.0,
     ):
         settings = {"max_sequence_tokens": max_model_len, "max_sequences": max_num_seqs}
@@ -59,7 +63,9 @@ class LLM:
         if template is not None and not template.is_file():
             raise ConfigError(f"chat_template is {template}; wanted a file that exists")
         repository = find_repository(str(model), conversion, None if cache is None else Path(cache))
-        self._engine = LocalEngine(repository, template, start_timeout_s)
+        self._repository = repository
+        with logging_to(log):
+            self._engine = LocalEngine(repository, template, start_timeout_s)
         self._submitter = Submitter(self._engine)
         self._closing = weakref.finalize(self, self._engine.close)
         atexit.register(self._closing)  # before Python stops the threads of the link
@@ -110,6 +116,22 @@ class LLM:
     ) -> list[RequestOutput]:
         """Search the most likely answers to each prompt; `outputs` are the beams, best first."""
         return self.generate(prompts, params, use_tqdm=False)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        adapter: str = "",
+        add_special_tokens: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return a vector for each prompt, its pooled hidden state after the final norm."""
+        wanted = pooling_params or PoolingParams()
+        found = self.generate(
+            prompts, wanted, use_tqdm=use_tqdm, adapter=adapter, add_special_tokens=add_special_tokens
+        )
+        return [_embedding(one, wanted.normalize) for one in found]
 
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Any = None, **options: Any
@@ -182,6 +204,14 @@ class LLM:
     # ------------------------------------------------------------ the rest
 
     @property
+    def model_name(self) -> str:
+        return self._engine.limits.model_name or self._repository.name
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._engine.texts[0].chat_template() is not None
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer together."""
         return self._engine.limits.max_sequence_tokens
@@ -214,3 +244,13 @@ class LLM:
 
     def _render(self, messages: Messages, **values: Any) -> str:
         return self._engine.texts[0].render(messages, **values)
+
+
+def _embedding(found: RequestOutput, normalize: bool) -> EmbeddingRequestOutput:
+    vector = found.embedding
+    assert vector is not None
+    if normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return EmbeddingRequestOutput(
+        found.request_id, found.prompt, found.prompt_token_ids, EmbeddingOutput(vector)
+    )

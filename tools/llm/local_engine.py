@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
@@ -14,6 +16,28 @@ from tridecode.backend.service.owner import Owner
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.service.text_tokenizer import TextTokenizer
 from tridecode.backend.wire.messages import Limits
+
+
+@contextlib.contextmanager
+def logging_to(file: str | Path | None) -> Iterator[None]:
+    """Append the lines of processes that are started meanwhile to a file; None: leave them on stderr."""
+    if file is None:
+        yield
+        return
+    path = Path(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the log {path} cannot be written: {error.strerror}") from None
+    ours = os.dup(2)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
 
 
 class LocalEngine:

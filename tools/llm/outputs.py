@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass
 class Logprob:
@@ -40,11 +42,33 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The answers to one prompt. prompt: None where token ids were given. outputs: samples, or beams, best
-    first."""
+    """The answers to one prompt.
+
+    prompt: None where token ids were given. outputs: samples, or beams, best first. embedding: (hidden_size,)
+    float32, of a request that pools.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+    embedding: np.ndarray | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """embedding: (hidden_size,) float32."""
+
+    embedding: np.ndarray
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """The embedding of one prompt. prompt: None where token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True

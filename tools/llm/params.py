@@ -127,6 +127,36 @@ class BeamSearchParams:
         )
 
 
+@dataclass
+class PoolingParams:
+    """The vectors of `LLM.embed`.
+
+    pooling: the hidden state after the final norm of the "last" token of a prompt, or the "mean" over its
+    tokens. normalize: scale it to length 1.
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    timeout_s: float = 0.0
+
+    # parameters of SamplingParams that matter only to texts
+    max_tokens: ClassVar[int | None] = 0
+    min_tokens: ClassVar[int] = 0
+    logprobs: ClassVar[int | None] = None
+    include_stop_str_in_output: ClassVar[bool] = False
+    skip_special_tokens: ClassVar[bool] = True
+
+    def stop_words(self) -> tuple[str, ...]:
+        return ()
+
+    def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
+        """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
+        _check_types(self)
+        return _checked(max_tokens=0, pooling=self.pooling)
+
+
 def _checked(**values: Any) -> EngineParams:
     params = EngineParams(**values)
     if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
@@ -140,7 +170,7 @@ def _checked(**values: Any) -> EngineParams:
     return params
 
 
-def _check_types(params: SamplingParams | BeamSearchParams) -> None:
+def _check_types(params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
     """Raise RequestError for a field of another type, such as a text for a number."""
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     for name, value in values.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from tridecode.backend.base.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
 from tridecode.backend.service.client_request import FAILURES, ClientRequest
 from tridecode.backend.service.engine_link import EngineLink
@@ -79,6 +81,8 @@ class Running(ClientRequest):
             else:
                 events.append((row, event))
                 self._tokens[row] += event.tokens
+                if event.context_embedding:
+                    self.output.embedding = np.frombuffer(event.context_embedding, np.float32)
         if self._failure is not None:
             raise self._failure
         groups = self._answer.pieces(events) if events else []

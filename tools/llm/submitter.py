@@ -14,13 +14,13 @@ from tridecode.backend.text.completion import Answer
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.tools.llm.local_engine import LocalEngine
 from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput
-from tridecode.tools.llm.params import BeamSearchParams, SamplingParams
+from tridecode.tools.llm.params import BeamSearchParams, PoolingParams, SamplingParams
 from tridecode.tools.llm.progress import Bar
 from tridecode.tools.llm.running import Running
 
 #: a text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}
 Prompt = Union[str, Sequence[int], Mapping[str, Any]]
-Params = Union[SamplingParams, BeamSearchParams]
+Params = Union[SamplingParams, BeamSearchParams, PoolingParams]
 Notify = Callable[[Running], None]
 _FIELDS = FieldNames("prompt", "max_tokens", "stop")
 
@@ -143,7 +143,7 @@ def params_of_each(params: Params | Sequence[Params] | None, count: int) -> list
     """Return the parameters of each prompt. Raises RequestError if their number is wrong."""
     if params is None:
         return [SamplingParams()] * count
-    if isinstance(params, (SamplingParams, BeamSearchParams)):
+    if isinstance(params, (SamplingParams, BeamSearchParams, PoolingParams)):
         return [params] * count
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; wanted one, or one for each")

@@ -11,12 +11,25 @@ _MODULES = {
     "LLM": "llm",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
+    "PoolingParams": "params",
     "RequestOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
+    "EmbeddingOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
 }
 
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import greedy, save, tiny_llama
 from tests.waiting import wait_until
-from tridecode import LLM, BeamSearchParams, SamplingParams
+from tridecode import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tridecode.backend.base.errors import ConfigError, RequestError
 
 PROMPTS = ["The history of", "Il pleut sur", "def add(a, b", "今日は"]
@@ -242,6 +243,22 @@ def test_threads_and_event_loops_share_one_model(llm) -> None:
 
     results, *streams = asyncio.run(together())
     assert [one.outputs[0].token_ids for one in results] == wanted and streams == wanted
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_transformers_hidden_states_after_the_final_norm(llm, reference, pooling) -> None:
+    model, tokenizer = reference
+    found = llm.embed(PROMPTS, PoolingParams(pooling, normalize=False))
+    unit = llm.embed(PROMPTS, PoolingParams(pooling))
+    for prompt, one, scaled in zip(PROMPTS, found, unit):
+        with torch.no_grad():
+            states = model.model(torch.tensor([tokenizer(prompt).input_ids])).last_hidden_state[0].numpy()
+        wanted = states[-1] if pooling == "last" else states.mean(0)
+        np.testing.assert_allclose(one.outputs.embedding, wanted, atol=2e-4)
+        np.testing.assert_allclose(scaled.outputs.embedding, wanted / np.linalg.norm(wanted), atol=2e-4)
+        assert one.prompt == prompt
+    with pytest.raises(RequestError, match="pooling is 'max'"):
+        llm.embed(PROMPTS[0], PoolingParams("max"))
 
 
 def test_wrong_arguments_are_refused_before_anything_is_converted(tmp_path, checkpoint) -> None:
