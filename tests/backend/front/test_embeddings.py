@@ -225,10 +225,11 @@ def test_a_client_that_leaves_cancels_what_is_left(slow: tuple[Front, FakeEngine
     with pytest.raises(httpx.ReadTimeout):
         front.post("/v1/embeddings", {"input": [[5]] * 1000}, timeout=1.0)
     wait_until(lambda: "outcome=cancelled" in front.text(), 30, "the cancelled request")
-    wait_until(lambda: not engine.running, 30, "the end of all requests")
+    time.sleep(2.0)  # several steps: the engine has read what was sent before the cancellation
     submitted = len(engine.submits)
-    assert submitted < 1000
-    time.sleep(1.2)
+    assert 0 < submitted < 1000
+    wait_until(lambda: not engine.running, 30, "the end of all requests")
+    time.sleep(1.0)
     assert len(engine.submits) == submitted
 
 
