@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from tridecode.tools.bench.front.command import front
 from tridecode.tools.bench.options import (
     RESULTS,
     Batches,
@@ -337,3 +338,6 @@ def load(
     )
     if run_load_plan(plan, output):
         raise typer.Exit(1)
+
+
+app.command()(front)

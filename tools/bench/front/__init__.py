@@ -1,0 +1,1 @@
+"""The OpenAI front before a fake engine, measured by a client in C."""
