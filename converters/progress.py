@@ -31,15 +31,15 @@ class _Lines:
     def __init__(self, console: Console, title: str, total: int, in_bytes: bool):
         self._console, self._title, self._total, self._in_bytes = console, title, total, in_bytes
         self._done, self._started, self._lock = 0, time.monotonic(), threading.Lock()
-        self._told = self._started
+        self._last_line = self._started
 
     def advance(self, done: int) -> None:
         with self._lock:
             self._done += done
             now = time.monotonic()
-            if now - self._told < _LINE_S:
+            if now - self._last_line < _LINE_S:
                 return
-            self._told = now
+            self._last_line = now
             share, speed = self._done / max(self._total, 1), self._done / (now - self._started)
             parts = [f"{self._title}: {share:.0%}"]
             if self._in_bytes:

@@ -30,7 +30,7 @@ class Nodes:
         self._leader: Leader | None = None
         self._lender: Lender | None = None
         self._place: NodePlace | None = None
-        self._found: meeting.Search | None = None
+        self._started_search: meeting.Search | None = None
         try:
             self._place = find_place(os.environ)
         except ConfigError as error:
@@ -46,8 +46,8 @@ class Nodes:
             self._leader = Leader(self._place, engine_dir, self._search(self._place))
 
     def _search(self, place: NodePlace) -> meeting.Search:
-        self._found = meeting.Search(place, self._server, self._base)
-        return self._found
+        self._started_search = meeting.Search(place, self._server, self._base)
+        return self._started_search
 
     def lender(self, command: Callable[[int], Sequence[str]]) -> Lender | None:
         """Return the Lender of a node other than node 0, else None. command(epoch): a rank's command."""
@@ -71,8 +71,8 @@ class Nodes:
 
     def tick(self, now: float, life: Life) -> None:
         """Exchange reports and orders with other nodes; called before the life's tick and while ranks end."""
-        if self._found is not None:
-            self._found.keep(now)
+        if self._started_search is not None:
+            self._started_search.keep(now)
         if self._leader is not None and isinstance(life, EngineLife):
             for message in self._leader.tick(now, f"{life.phase}: {life.detail}", life.group):
                 life.hear(message, now)

@@ -174,7 +174,7 @@ def _stuck(ranks: Sequence[Rank], now: float, step_timeout_s: float) -> Failure 
         if _stopped(state) or silent >= SUSPECT_S:
             found = f"rank {rank.index} has been silent for {silent:.1f} s ({_words(state)})"
             return Failure(f"{found}; a step {where}{waits}")
-    culprits = _behind([rank for rank in ranks if rank not in waiting] or list(ranks))
+    culprits = _slowest([rank for rank in ranks if rank not in waiting] or list(ranks))
     return Failure(f"{ranks_text(rank.index for rank in culprits)} {_plural(where, culprits)}{waits}")
 
 
@@ -235,7 +235,7 @@ def _living(ranks: Sequence[Rank]) -> list[Rank]:
     return [rank for rank in ranks if rank.exited_at is None]
 
 
-def _behind(ranks: Sequence[Rank]) -> list[Rank]:
+def _slowest(ranks: Sequence[Rank]) -> list[Rank]:
     """Return the ranks that have done the fewest steps."""
     fewest = min(rank.beat.steps if rank.beat else 0 for rank in ranks)
     return [rank for rank in ranks if (rank.beat.steps if rank.beat else 0) == fewest]

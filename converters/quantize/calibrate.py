@@ -172,12 +172,12 @@ class _Share:
     """Report the finished share of a part as bytes of progress."""
 
     def __init__(self, progress: Callable[[int], None], size: int):
-        self._progress, self._size, self._told = progress, size, 0
+        self._progress, self._size, self._reported = progress, size, 0
 
     def __call__(self, share: float) -> None:
         done = int(share * self._size)
-        self._progress(done - self._told)
-        self._told = done
+        self._progress(done - self._reported)
+        self._reported = done
 
 
 def _tune_layer(

@@ -129,8 +129,8 @@ class Guard:
         self._report_fd = report_fd
         self._orders = b""
         self._listening = True
-        self._hurry = False  # kill without waiting
-        self._again = True  # whether a server that ends may be started again
+        self._kill_at_once = False  # kill without waiting
+        self._may_restart = True  # whether a server that ends may be started again
 
     def run(self) -> None:
         os.umask(0o077)  # inherited by tritonserver and all its descendants
@@ -152,7 +152,7 @@ class Guard:
             if not self._wait_start(process.pid):
                 break
             clean_session(process.pid, self._shm_prefix)
-        clean(self._folder, self._shm_prefix, 0.0 if self._hurry else LEAVE_S)
+        clean(self._folder, self._shm_prefix, 0.0 if self._kill_at_once else LEAVE_S)
         self._report("cleaned")
 
     def _first_order(self) -> dict | None:
@@ -200,22 +200,22 @@ class Guard:
 
     def _obey(self, process: subprocess.Popen, order: bytes) -> None:
         if order == b"kill":
-            self._hurry, self._again = True, False
+            self._kill_at_once, self._may_restart = True, False
             process.kill()
         elif order == b"kill server":
             process.kill()
         elif order == b"term":
-            self._again = False
+            self._may_restart = False
             process.terminate()
 
     def _wait_start(self, dead_pid: int) -> bool:
         """Whether `serve` wants the dead server started again."""
-        while self._again:
+        while self._may_restart:
             order = self._next_order()
             if order == b"start":
                 return True
             if order in (b"kill", b"term"):
-                self._hurry, self._again = order == b"kill", False
+                self._kill_at_once, self._may_restart = order == b"kill", False
             elif not order:
                 self._listen(_POLL_S)
             _reap_orphans(dead_pid)

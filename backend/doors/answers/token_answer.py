@@ -141,10 +141,10 @@ class Layout:
             ]
         if all(piece.finish_reason for row in rows for piece in row):
             arrays["finish_reason"] = [[row[0].finish_reason.encode()] for row in rows]
-        arrays.update(self._extras(table))
+        arrays.update(self._event_extras(table))
         return self.outputs.tensors({k: v for k, v in arrays.items() if k not in self.unwanted})
 
-    def _extras(self, table: list[list[_Piece]]) -> dict[str, Any]:
+    def _event_extras(self, table: list[list[_Piece]]) -> dict[str, Any]:
         """Logits, [rows, L, V] and [rows, K, n, V], and metrics, [rows, 1]."""
         flat = [piece.extras for row in table for piece in row]
         if not any(flat):

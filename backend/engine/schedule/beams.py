@@ -150,12 +150,12 @@ class BeamSearch:
             text, code = (str(error), error.code) if error else ("", "")
             return [self._event(i, finish.value, error=text, code=code) for i in numbers]
         if self.params.beam_pool:
-            return [self._found(i) for i in numbers]
+            return [self._step_event(i) for i in numbers]
         by_length = any(beam.finish is Finish.LENGTH for beam in self.beams)
         last = Finish.LENGTH if by_length else self.beams[0].finish or Finish.LENGTH
         return [self._event(0, last.value, beams=step)]
 
-    def _found(self, i: int) -> Event:
+    def _step_event(self, i: int) -> Event:
         """Return the whole text of one of the best beams, or an empty text if the search has found fewer."""
         if i >= len(self.pool):
             return self._event(i, Finish.LENGTH.value)

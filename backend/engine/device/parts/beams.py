@@ -28,7 +28,7 @@ class BeamsRun(PartRun[BeamRows]):
                 choose = partial(beam_candidates, vocab=state.vocab, ranks=state.ranks)
             rows = beam_slots(state.sampling, beams, state.first_id)
             choose(state.work.logits, *rows, ids=ids, log_probs=log_probs)
-        self._found = to_all(state.ranks, ids), to_all(state.ranks, log_probs)
+        self._candidates = to_all(state.ranks, ids), to_all(state.ranks, log_probs)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._found[0].numpy(), self._found[1].numpy()
+        return self._candidates[0].numpy(), self._candidates[1].numpy()

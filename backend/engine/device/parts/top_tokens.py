@@ -24,7 +24,7 @@ from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 class TopTokensRun(PartRun[TopTokens]):
     _raw: Tensor | None = None  # (W, V) log probabilities of the requesting rows
-    _found: tuple[Tensor, Tensor] | None = None  # (W, 1 + most) int32 ids and float32 values, on the host
+    _top: tuple[Tensor, Tensor] | None = None  # (W, 1 + most) int32 ids and float32 values, on the host
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
         super().__init__(state, plan, part)
@@ -58,14 +58,14 @@ class TopTokensRun(PartRun[TopTokens]):
                     self._raw, chosen, self._most, state.vocab, state.ranks
                 )
         place = (len(self._rows), 1 + self._most), state.ranks, tokens.device
-        self._found = _to_first(ids, torch.int32, *place), _to_first(values, torch.float32, *place)
+        self._top = _to_first(ids, torch.int32, *place), _to_first(values, torch.float32, *place)
 
     def result(self) -> list[TopLogProbs | None]:
         """Return one entry for each sample of the step."""
         found: list[TopLogProbs | None] = [None] * self._num_samples
-        if self._found is None:
+        if self._top is None:
             return found
-        every, all_values = (host.tolist() for host in self._found)
+        every, all_values = (host.tolist() for host in self._top)
         for row, count, ids, values in zip(self._rows.tolist(), self._counts.tolist(), every, all_values):
             found[row] = TopLogProbs(values[0], ids[0], ids[1 : count + 1], values[1 : count + 1])
         return found
