@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.link import Link
 from tridecode.backend.wire.messages import Event
 
 #: Event.finish of a failed request -> default code and text
@@ -20,7 +20,7 @@ class ClientRequest:
     sequences: number of sequences that the engine generates for it. label: the client's request id.
     """
 
-    def __init__(self, link: EngineLink, label: str = ""):
+    def __init__(self, link: Link, label: str = ""):
         self.label = label
         self.requests: list[int] = []
         self.sequences = 0

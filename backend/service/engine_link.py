@@ -27,7 +27,8 @@ import zmq
 from tridecode.backend.base.errors import EngineDownError, RequestError
 from tridecode.backend.base.pauses import PauseWatch
 from tridecode.backend.service.engine_connection import EngineConnection
-from tridecode.backend.service.open_requests import OpenRequest, ResumeCounts, Sink
+from tridecode.backend.service.link import Sink
+from tridecode.backend.service.open_requests import OpenRequest, ResumeCounts
 from tridecode.backend.service.owner import Owner
 from tridecode.backend.supervisor import launch
 from tridecode.backend.wire import messages as m

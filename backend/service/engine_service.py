@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tridecode.backend.base.errors import EngineDownError
 from tridecode.backend.service.client_request import ClientRequest
 from tridecode.backend.service.engine_link import EngineLink
-from tridecode.backend.service.open_requests import Sink
+from tridecode.backend.service.link import Link, Sink
 from tridecode.backend.service.owner import Owner
 from tridecode.backend.service.preparation import Preparation
 from tridecode.backend.wire.messages import Limits, SequenceRequest, SessionRound
 
+_Link = TypeVar("_Link", bound=Link, covariant=True)
 _ID_BYTES = 4  # SequenceRequest.prompt has int32
 
 
@@ -30,11 +32,11 @@ class Submission:
     history: list[list[int]] | None = None
 
 
-class EngineService:
+class EngineService(Generic[_Link]):
     """Submits requests of token ids. A link or preparation passed in remains the caller's to close."""
 
-    def __init__(self, link: EngineLink, preparation: Preparation, resume_within_s: float = 0.0):
-        """resume_within_s: see EngineLink.submit."""
+    def __init__(self, link: _Link, preparation: Preparation, resume_within_s: float = 0.0):
+        """resume_within_s: see Link.submit."""
         self.link, self.preparation = link, preparation
         self._resume_within_s = resume_within_s
 
@@ -50,7 +52,7 @@ class EngineService:
         max_preparing_requests: int = 1024,
         max_preparing_bytes: int = 67_108_864,
         number: int = 0,
-    ) -> EngineService:
+    ) -> EngineService[EngineLink]:
         """Return a service with its own link and preparation threads, which `close` ends.
 
         engine_dir: the model folder whose config.pbtxt is the engine's. name: of the front end, for logs.
@@ -58,7 +60,8 @@ class EngineService:
         EngineLink.wait_ready.
         """
         link = EngineLink(engine_dir, name, owner, hold_s, number=number).start()
-        return cls(link, Preparation(max_preparing_requests, max_preparing_bytes).start(), resume_within_s)
+        preparation = Preparation(max_preparing_requests, max_preparing_bytes).start()
+        return EngineService(link, preparation, resume_within_s)
 
     def close(self) -> None:
         """Drop the requests that are being prepared, fail the open ones, disconnect from the engine."""

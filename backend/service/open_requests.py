@@ -18,14 +18,13 @@ import numpy as np
 
 from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.backend.service.delivered import Delivered
+from tridecode.backend.service.link import Sink
 from tridecode.backend.wire import messages as m
 
 #: finishes that end the whole request, including its other sequences
 FAILURES = ("error", "cancelled", "deadline")
 #: the engine must end a request by its deadline; this much later the door ends it
 _OVERDUE_S = 5.0
-
-Sink = Callable[[m.Event], None]
 
 _log = logging.getLogger("tridecode.door")
 

@@ -14,7 +14,7 @@ from tridecode.backend.base.errors import (
     TridecodeError,
 )
 from tridecode.backend.service.client_request import FAILURES, ClientRequest
-from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.link import Link
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.wire.messages import Event
 
@@ -36,7 +36,7 @@ class TextStream(ClientRequest):
 
     def __init__(
         self,
-        link: EngineLink,
+        link: Link,
         sink: Callable[[TextStream], None],
         label: str = "",
         max_unread_bytes: int = MAX_UNREAD_BYTES,

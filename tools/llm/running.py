@@ -9,7 +9,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
 from tridecode.backend.service.client_request import FAILURES, ClientRequest
-from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.link import Link
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import Event, TopLogProbs
@@ -27,7 +27,7 @@ class Running(ClientRequest):
 
     def __init__(
         self,
-        link: EngineLink,
+        link: Link,
         output: RequestOutput,
         notify: Callable[[Running], None],
         follows: bool,
