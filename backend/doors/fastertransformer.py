@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.event_answer import EventAnswer
 from tridecode.backend.doors.answers.logit_tensors import LogitsArrays, WantedLogits
 from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.field import SAMPLING_PARAMS
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.requests import fields, prompt_inputs
 from tridecode.backend.doors.requests.envelope import MAX_ROWS, Envelope
+from tridecode.backend.doors.requests.exact_params import exact_sequences
 from tridecode.backend.doors.requests.word_lists import read_words
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
@@ -40,14 +43,19 @@ class TritonPythonModel(EngineDoor):
         prompts = read_prompts(inputs, limits, received.envelope)
         batch, width = prompts.ids.shape
         counts = read_counts(inputs, prompts, limits)
+        priority = fields.one_priority(inputs, received.parameters, batch)
+        if SAMPLING_PARAMS.name in inputs:
+            sequences = exact_sequences(inputs, [prompts.tokens(row) for row in range(batch)], counts, limits)
+            stream.answer = EventAnswer(received.outputs, sequences, streams)
+            self.submit(stream, [Submission(sequences, stream.put, priority)], received)
+            return
         hidden_size = limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0
         responses = max(1, *counts) if streams else 1
         wanted = WantedLogits.of(inputs)
         wanted.check(prompts.prompt_lengths, counts, limits)
         sequences = read_sequences(inputs, prompts, counts, limits)
         beams = [sequence.params.beam_width for sequence in sequences]
-        rows = batch * max(beams)
-        received.envelope.check_response(rows, width, max(counts), hidden_size, responses)
+        received.envelope.check_response(batch * max(beams), width, max(counts), hidden_size, responses)
         stream.answer = Answer(
             prompts,
             counts,
@@ -58,10 +66,7 @@ class TritonPythonModel(EngineDoor):
             LogitsArrays(wanted, prompts.prompt_lengths, counts, limits.vocab_size),
             beams,
         )
-        priorities = fields.priorities(inputs, received.parameters, batch)
-        if min(priorities) != max(priorities):
-            raise RequestError("priority differs between the rows of one request; send them apart")
-        self.submit(stream, [Submission(sequences, stream.put, priorities[0])], received)
+        self.submit(stream, [Submission(sequences, stream.put, priority)], received)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base import log_format
@@ -23,7 +24,7 @@ from tridecode.backend.doors.siblings import siblings
 from tridecode.backend.doors.triton_owner import TritonOwner
 from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.service.error_texts import internal_error
-from tridecode.backend.wire.messages import BEAT_S, EngineBeat
+from tridecode.backend.wire.messages import BEAT_S, EngineBeat, Welcome
 from tridecode.backend.wire.taken_requests import TakenRequests
 
 #: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
@@ -83,6 +84,8 @@ class TritonPythonModel:
         try:
             detail = self._progress()
             values = {"READY": [True], "PHASE": [b"ready"], "DETAIL": [detail.encode()]}
+            if limits := self.link.limits():
+                values["ENGINE"] = [msgspec.json.encode(Welcome(self.link.state().epoch, limits))]
             values.update(self._models())
             outputs = Outputs(self.settings.outputs, request.requested_output_names())
             response = pb_utils.InferenceResponse(outputs.tensors(values))

@@ -16,18 +16,22 @@ sampling kernels (an end id is not part of the answer). Decisions where the cont
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.event_answer import EventAnswer
 from tridecode.backend.doors.answers.logit_tensors import WantedLogits
 from tridecode.backend.doors.answers.stream import Stream
 from tridecode.backend.doors.answers.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
+from tridecode.backend.doors.contracts.field import SAMPLING_PARAMS
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.doors.door import EngineDoor, Received, Submission
 from tridecode.backend.doors.fastertransformer import Prompts, read_prompts
 from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.exact_params import exact_sequences
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.doors.requests.word_lists import read_words
 from tridecode.backend.service import limits as request_limits
@@ -58,6 +62,9 @@ class TritonPythonModel(EngineDoor):
         if self.settings.wrap_token_ids:
             inputs.arrays["input_ids"] = np.mod(inputs.arrays["input_ids"], limits.vocab_size)
         prompts = read_prompts(inputs, limits, received.envelope)
+        if SAMPLING_PARAMS.name in inputs:
+            self._accept_exact(received, stream, prompts, limits)
+            return
         params = self._read_params(inputs, prompts, limits)
         request_limits.check_sequences(sum(one.num_slots for one in params), limits)
         counts = [one.max_tokens for one in params]
@@ -84,6 +91,20 @@ class TritonPythonModel(EngineDoor):
         self.submit(stream, submissions, received)
         if stream.stop_wanted:
             stop_rows(stream)
+
+    def _accept_exact(self, received: Received, stream: Stream, prompts: Prompts, limits: Limits) -> None:
+        """Serve a request whose sampling parameters are one JSON object a row."""
+        inputs, batch = received.inputs, prompts.batch
+        tokens = [prompts.tokens(row) for row in range(batch)]
+        sequences = exact_sequences(inputs, tokens, _counts(inputs, prompts, limits), limits)
+        priorities = fields.priorities(inputs, received.parameters, batch)
+        firsts = [0, *accumulate(sequence.params.num_sequences for sequence in sequences)]
+        stream.answer = EventAnswer(received.outputs, sequences, self.settings.decoupled)
+        submissions = [
+            Submission([sequence], partial(_put, stream, first), priority)
+            for sequence, first, priority in zip(sequences, firsts, priorities)
+        ]
+        self.submit(stream, submissions, received)
 
     def _read_params(self, inputs: Inputs, prompts: Prompts, limits: Limits) -> list[SamplingParams]:
         """Return the sampling parameters of each row."""

@@ -43,7 +43,7 @@ OURS = {
              "resume", "min_p"},
     "fastertransformer": {"presence_penalty", "frequency_penalty", "min_length", "priority", "lora_name",
                           "is_return_context_cum_log_probs", "return_context_logits",
-                          "return_generation_logits", "resume", "min_p"},
+                          "return_generation_logits", "resume", "min_p", "sampling_params"},
     "ensemble": {"presence_penalty", "frequency_penalty", "min_length", "lora_name",
                  "is_return_context_cum_log_probs", "add_special_tokens", "resume", "min_p"},
     "preprocessing": {"ADD_SPECIAL_TOKENS"},
@@ -52,7 +52,7 @@ OURS = {
     "llmapi": {"add_special_tokens", "resume"},
     "health": {"PROBE"},
     "token_model": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed",
-                    "output_log_probs", "priority", "lora_name", "resume", "min_p"},
+                    "output_log_probs", "priority", "lora_name", "resume", "min_p", "sampling_params"},
     "tensorrt_llm_preprocessing": {"ADD_SPECIAL_TOKENS"},
     "tensorrt_llm_postprocessing": set(),
     "tensorrt_llm_ensemble": {"return_num_input_tokens", "return_num_output_tokens", "min_length",
@@ -118,9 +118,9 @@ DEFAULTED = {("text", "max_tokens")}
 OUR_OUTPUTS = {
     "text": {"num_input_tokens", "num_output_tokens", "finish_reason"},
     "tensorrt_llm_ensemble": {"num_input_tokens", "num_output_tokens", "finish_reason"},
-    "token_model": {"num_input_tokens", "num_output_tokens", "finish_reason"},
+    "token_model": {"num_input_tokens", "num_output_tokens", "finish_reason", "events"},
     "text_v05": {"cum_log_probs", "output_log_probs", "batch_index", "finish_reason"},
-    "fastertransformer": {"context_logits", "generation_logits"},
+    "fastertransformer": {"context_logits", "generation_logits", "events"},
 }
 
 

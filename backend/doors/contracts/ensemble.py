@@ -51,6 +51,7 @@ _NOT_PASSED_ON = (
     "priority",
     "return_context_logits",
     "return_generation_logits",
+    "sampling_params",
 )
 
 ENSEMBLE = Contract(

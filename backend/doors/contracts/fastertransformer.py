@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tridecode.backend.doors.contracts.field import RESUME, Contract, Field, Output, refused, with_parameters
+from tridecode.backend.doors.contracts.field import (
+    EVENTS,
+    RESUME,
+    SAMPLING_PARAMS,
+    Contract,
+    Field,
+    Output,
+    refused,
+    with_parameters,
+)
 
 _INPUTS = (
     Field("input_ids", "UINT32", "prompts, padded to one width", dims=(-1,), kind="ids", required=True),
@@ -66,6 +75,7 @@ _INPUTS = (
         "the base model",
     ),
     RESUME,
+    SAMPLING_PARAMS,
     refused("session_len", "UINT32", declared=False),
     refused("memory_len", "UINT32", declared=False),
 )
@@ -89,6 +99,7 @@ _OUTPUTS = (
     ),
     Output("context_logits", "FP32", (-1, -1), "[B, L, vocabulary]: logits at each token of the prompt"),
     Output("generation_logits", "FP32", (-1, -1, -1), "[B, 1, longest, vocabulary]: those of new tokens"),
+    EVENTS,
 )
 
 FASTERTRANSFORMER = Contract(

@@ -143,6 +143,21 @@ def with_parameters(
     )
 
 
+#: common to every model of token ids
+SAMPLING_PARAMS = Field(
+    "sampling_params",
+    "STRING",
+    "JSON object of the row's sampling parameters, by the names of `SamplingParams`, in place of the inputs "
+    "that set one each; the answer is `events` alone",
+    "none",
+)
+EVENTS = Output(
+    "events",
+    "STRING",
+    (-1,),
+    "[1, n]: the engine's next events in MessagePack (`backend/wire/messages.py`), for `sampling_params`",
+)
+
 #: common to every model with an engine
 RESUME = Field(
     "resume",

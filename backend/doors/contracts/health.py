@@ -12,5 +12,11 @@ HEALTH = Contract(
         Output("DETAIL", "STRING", (1,), "what the engine is doing"),
         Output("MODELS", "STRING", (-1,), "names of the models of this repository"),
         Output("STREAMS", "BOOL", (-1,), "for each model, whether it streams (is decoupled)"),
+        Output(
+            "ENGINE",
+            "STRING",
+            (1,),
+            "JSON: the engine's limits and the version of its messages, for `tridecode front --triton`",
+        ),
     ),
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tridecode.backend.doors.contracts.field import (
+    EVENTS,
     RESUME,
+    SAMPLING_PARAMS,
     Contract,
     Field,
     Output,
@@ -98,6 +100,7 @@ _INPUTS = (
         "the base model",
     ),
     RESUME,
+    SAMPLING_PARAMS,
     # older names, which clients still send
     Field("min_length", "INT32", alias_of="min_tokens"),
     Field("random_seed", "UINT64", alias_of="seed"),
@@ -117,6 +120,7 @@ _OUTPUTS = (
     ),
     Output("context_phase_params", "UINT8", (-1,)),
     Output("finish_reason", "STRING", (1,), "`stop`, `length` or `abort`, with the last response of a row"),
+    EVENTS,
 )
 
 #: "Streaming": a parameter that inflight_batcher_llm_client.py adds to its requests

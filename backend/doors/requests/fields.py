@@ -20,6 +20,14 @@ def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> lis
     return [whole_number("priority", v, -INT32_MAX - 1, INT32_MAX, "smaller is sooner") for v in values]
 
 
+def one_priority(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> int:
+    """Return the priority of a request whose rows share one. Raises RequestError if they differ."""
+    values = priorities(inputs, parameters, batch)
+    if min(values) != max(values):
+        raise RequestError("priority differs between the rows of one request; send them apart")
+    return values[0]
+
+
 def lora_names(inputs: Inputs, batch: int) -> list[str]:
     """Return the adapter of each row, "" for none. Raises RequestError for a text that cannot be a name.
 
