@@ -97,6 +97,7 @@ ALLOWED = {
         "backend.base",
         "backend.chat",
         "backend.configuration",
+        "backend.models.config_ini",
         "backend.service",
         "backend.supervisor.processes",
         "backend.supervisor.runtime_dir",

@@ -20,8 +20,10 @@ from tridecode.backend.front.process.repository import (
     find_engine_dir,
     find_server,
     read_repository,
+    read_vocab_size,
 )
 from tridecode.backend.front.settings import LOOPBACK, MAX_CONNECTIONS, FrontSettings
+from tridecode.backend.front.triton.hosts import read_hosts
 from tridecode.backend.supervisor import processes
 
 MAX_WORKERS = 64
@@ -50,6 +52,7 @@ class FrontArguments:
     engine_model: str = ENGINE_MODEL
     manage_adapters: bool = False
     max_connections: int = MAX_CONNECTIONS
+    triton: str = ""
     owner: str = ""
     limit_seconds: float = 0.0
 
@@ -62,6 +65,9 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         raise ConfigError(f"--max-connections is {arguments.max_connections}; wanted 1 or more")
     if arguments.chat_template and not Path(arguments.chat_template).is_file():
         raise ConfigError(f"--chat-template is {arguments.chat_template}; wanted a file that exists")
+    hosts = read_hosts(arguments.triton) if arguments.triton else ()
+    if hosts and arguments.manage_adapters:
+        raise ConfigError("--manage-adapters changes a folder of this machine; wanted without --triton")
     find_format("", arguments.tool_call_parser or None)
     engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
     values = read_repository(engine_dir)
@@ -69,7 +75,8 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         values.update(dict.fromkeys(_TIMES, arguments.limit_seconds))
     owner, guest = arguments.owner, bool(arguments.owner)
     if not owner:
-        server = find_server(engine_dir) or processes.identify(os.getpid())
+        server = None if hosts else find_server(engine_dir)
+        server = server or processes.identify(os.getpid())
         assert server is not None
         owner, guest = f"{server.pid}:{server.start}", server.pid != os.getpid()
     os.environ["TRIDECODE_OWNER"] = owner
@@ -89,6 +96,8 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         guest=guest,
         manage_adapters=arguments.manage_adapters,
         max_connections=arguments.max_connections,
+        triton=hosts,
+        vocab_size=read_vocab_size(engine_dir) if hosts else 0,
         **values,
     )
 
@@ -106,7 +115,15 @@ def run(arguments: FrontArguments) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tridecode.backend.front", description=__doc__)
     parser.add_argument("repository", type=Path)
-    for name in ("host", "chat-template", "tool-call-parser", "api-key-file", "engine-model", "owner"):
+    for name in (
+        "host",
+        "chat-template",
+        "tool-call-parser",
+        "api-key-file",
+        "engine-model",
+        "owner",
+        "triton",
+    ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--manage-adapters", action="store_true")
     parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, TypeVar
 
-from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.backend.front.chats.prompts import ChatPrompts
+from tridecode.backend.front.engines import open_engines
 from tridecode.backend.front.errors import ApiError, shown
 from tridecode.backend.front.reading import Bells, Reader
 from tridecode.backend.front.settings import FrontSettings
 from tridecode.backend.service.engine_service import EngineService
-from tridecode.backend.service.owner import Owner
 from tridecode.backend.service.text_request import TextRequest
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.service.text_tokenizer import TextTokenizer
-from tridecode.backend.supervisor.processes import ProcessId, alive
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import EngineBeat, EngineState, Limits
 
@@ -28,34 +27,19 @@ _log = logging.getLogger("tridecode.front")
 _T = TypeVar("_T")
 
 
-class FrontOwner(Owner):
-    """The server whose life the engine shares, or the front's first process."""
-
-    process: ProcessId
-
-    @classmethod
-    def of(cls, text: str, guest: bool) -> FrontOwner:
-        """text: "PID:START"."""
-        pid, _, start = text.partition(":")
-        if not (pid.isdigit() and start.isdigit()):
-            raise ConfigError(f"the owner is {text!r}; wanted PID:START, as in 4711:123456")
-        owner = cls(int(pid), guest=guest)
-        object.__setattr__(owner, "process", ProcessId(int(pid), int(start)))
-        return owner
-
-    def is_gone(self) -> bool:
-        return not alive(self.process)
-
-
 class ServedModel:
     """The texts of one tokenizer and the engines of one model; a request goes to the engine with the fewest
     open ones."""
 
-    def __init__(self, settings: FrontSettings, engines: Sequence[EngineService], bells: Bells):
-        self.settings = settings
-        self.tokenizer = TextTokenizer(
-            Path(settings.tokenizer_dir), "the tokenizer's folder", settings.skip_special_tokens
-        )
+    def __init__(
+        self,
+        settings: FrontSettings,
+        tokenizer: TextTokenizer,
+        engines: Mapping[str, EngineService],
+        bells: Bells,
+    ):
+        """engines: by their names in metrics."""
+        self.settings, self.tokenizer = settings, tokenizer
         template = Path(settings.chat_template) if settings.chat_template else None
         self._engines = [
             TextService(
@@ -66,9 +50,10 @@ class ServedModel:
                 settings.max_request_bytes,
                 template,
             )
-            for engine in engines
+            for engine in engines.values()
         ]
-        self._open = [0] * len(engines)
+        self.engine_names = list(engines)
+        self._open, self._last = [0] * len(engines), 0
         self._bells = bells
         self._token_texts: dict[bool, TokenTexts] = {}
         self.chats = ChatPrompts(self.tokenizer.folder, template, settings.tool_call_parser)
@@ -77,19 +62,11 @@ class ServedModel:
 
     @classmethod
     def connect(cls, settings: FrontSettings, bells: Bells) -> ServedModel:
-        owner = FrontOwner.of(settings.owner, settings.guest)
-        engines = [
-            EngineService.open(
-                settings.engine_dir,
-                "openai",
-                owner,
-                hold_s=0.0,
-                resume_within_s=settings.resume_within_s,
-                number=number,
-            )
-            for number in range(settings.num_engines)
-        ]
-        return cls(settings, engines, bells)
+        tokenizer = TextTokenizer(
+            Path(settings.tokenizer_dir), "the tokenizer's folder", settings.skip_special_tokens
+        )
+        num_tokens = tokenizer.tokenizer.get_vocab_size(with_added_tokens=False)
+        return cls(settings, tokenizer, open_engines(settings, num_tokens), bells)
 
     def close(self) -> None:
         self.chats.close()
@@ -180,7 +157,10 @@ class ServedModel:
     def begin(self, asked: TextRequest, label: str, timeout_s: float = 0.0) -> Reader:
         """Submit a request; `end` must follow. Raises what TextService.submit does."""
         ready = [i for i, state in enumerate(self.states()) if state.phase == "ready"]
-        number = min(ready or range(len(self._engines)), key=lambda i: self._open[i])
+        count = len(self._engines)
+        # those with equally many open requests take turns
+        number = min(ready or range(count), key=lambda i: (self._open[i], (i - self._last - 1) % count))
+        self._last = number
         reader = Reader(self._bells)
         reader.stream = self._engines[number].submit(asked, reader.ring, label=label, timeout_s=timeout_s)
         reader.engine = number

@@ -14,6 +14,8 @@ MAX_CONNECTIONS = 10_000
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """engine_dir: the model folder whose config.pbtxt is the engine's; num_engines: of that model.
 
+    triton: HOST:PORT of the gRPC of servers whose engines are used instead; (): this machine's are used.
+    vocab_size: of the weights in the repository; 0: it has none.
     names: of the served model, the first one is shown; (): its own name. chat_template: a file; "": the
     checkpoint's. tool_call_parser: name of the format of tool calls; "": the template's.
     cors: origins whose pages may call; "*": all. key_digests: SHA-256 of accepted keys, in
@@ -30,6 +32,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 9000
     workers: int = 1
     num_engines: int = 1
+    triton: tuple[str, ...] = ()
+    vocab_size: int = 0
     names: tuple[str, ...] = ()
     chat_template: str = ""
     tool_call_parser: str = ""

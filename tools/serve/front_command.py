@@ -45,6 +45,13 @@ def front(
     max_connections: Annotated[
         int, typer.Option(help="Connections per worker; further ones are refused with 503.")
     ] = 10_000,
+    triton: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="gRPC ports of Triton servers that serve the model, instead of an engine of this machine.",
+        ),
+    ] = "",
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt configures the engine.")] = (
         "fastertransformer"
     ),
@@ -52,10 +59,12 @@ def front(
     """Serve a model repository through OpenAI's API.
 
     If a server of the repository runs, it uses that server's engine; otherwise it starts one, without Triton.
+    With --triton it uses the engines of other servers.
 
     \b
     Example:
       tridecode front models --port 9000
+      tridecode front models --triton gpu1:8001,gpu2:8001
     """
     try:
         from tridecode.backend.front.__main__ import FrontArguments, run
@@ -76,5 +85,6 @@ def front(
         engine_model=engine_model,
         manage_adapters=manage_adapters,
         max_connections=max_connections,
+        triton=triton,
     )
     raise typer.Exit(run(arguments))

@@ -147,7 +147,7 @@ def with_parameters(
 SAMPLING_PARAMS = Field(
     "sampling_params",
     "STRING",
-    "JSON object of the row's sampling parameters, by the names of `SamplingParams`, in place of the inputs "
+    "JSON object of the row's sampling parameters, by the names of `SamplingParams`, instead of the inputs "
     "that set one each; the answer is `events` alone",
     "none",
 )

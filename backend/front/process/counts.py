@@ -101,12 +101,13 @@ class Counts:
 
     # ------------------------------------------------------------ the page
 
-    def page(self, beats: Iterable[EngineBeat | None], ready: Iterable[bool]) -> str:
-        """Return all workers' counters and the engines' heartbeats, in Prometheus' text format."""
+    def page(self, engines: Sequence[str], beats: Iterable[EngineBeat | None], ready: Iterable[bool]) -> str:
+        """Return all workers' counters and the engines' heartbeats, in Prometheus' text format. engines:
+        their names."""
         lines = list(self._counters())
         for row, workers in zip(_HISTOGRAMS, zip(*self._histograms)):
             lines += _histogram_lines(row, workers)
-        lines += _engine_lines(list(beats), list(ready))
+        lines += _engine_lines(engines, list(beats), list(ready))
         return "\n".join(lines) + "\n"
 
     def _counters(self) -> Iterator[str]:
@@ -143,13 +144,13 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _engine_lines(beats: list[EngineBeat | None], ready: list[bool]) -> Iterator[str]:
+def _engine_lines(engines: Sequence[str], beats: list[EngineBeat | None], ready: list[bool]) -> Iterator[str]:
     def samples(row: Metric, values: list[float | None]) -> Iterator[str]:
         if any(value is not None for value in values):
             yield from _head(row)
-        for number, value in enumerate(values):
+        for name, value in zip(engines, values):
             if value is not None:
-                yield f'{row.name}{{engine="{number}"}} {_number(float(value))}'
+                yield f'{row.name}{{engine="{name}"}} {_number(float(value))}'
 
     yield from samples(READY, [float(one) for one in ready])
     for name, row in BEAT_METRICS.items():

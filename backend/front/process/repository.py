@@ -13,10 +13,11 @@ from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS
 from tridecode.backend.configuration.engine_config import read_engine_config
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.engine_instances import num_engines, read_groups
+from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
 
 ENGINE_MODEL = "fastertransformer"
-MANIFEST = "manifest.json"
+MANIFEST, INI = "manifest.json", "config.ini"
 _ROWS = {row.name: row for row in DOOR_PARAMETERS}
 #: parameters of a text model that hold for the front, too
 _OF_TEXTS = (
@@ -83,13 +84,21 @@ def _fingerprint(engine_dir: Path) -> tuple[str, int]:
     digest = hashlib.sha256((engine_dir / FILE).read_bytes())
     created = int((engine_dir / FILE).stat().st_mtime)
     folder = Path(checkpoint_dir(str(engine_dir)))
-    for name in (MANIFEST, "config.ini"):
+    for name in (MANIFEST, INI):
         file = folder / name
         if file.is_file():
             digest.update(file.read_bytes())
             created = int(file.stat().st_mtime)
             break
     return f"fp_{digest.hexdigest()[:12]}", created
+
+
+def read_vocab_size(engine_dir: Path) -> int:
+    """Return the vocabulary of the weights in the repository; 0: it has none. Raises ConfigError."""
+    file = Path(checkpoint_dir(str(engine_dir))) / INI
+    sections = read_ini(file) if file.is_file() else {}
+    found = next((section for section in sections.values() if "vocab_size" in section.items), None)
+    return found.integer("vocab_size", minimum=1) if found is not None else 0
 
 
 def find_server(engine_dir: Path) -> processes.ProcessId | None:

@@ -70,8 +70,8 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     front = FrontService.of(request)
-    states = front.model.states()
-    page = front.counts.page(front.model.beats(), [state.phase == "ready" for state in states])
+    ready = [state.phase == "ready" for state in front.model.states()]
+    page = front.counts.page(front.model.engine_names, front.model.beats(), ready)
     return Response(page, media_type="text/plain; version=0.0.4")
 
 

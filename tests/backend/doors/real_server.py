@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,37 +77,53 @@ def real_server(
     with engine, FakeSupervisor(engine) as supervisor:
         if failure:
             supervisor.set_phase("failed", failure)
-        http, grpc, metrics = free_ports(3)
-        install = prepare(root)
-        log = root / "server.log"
-        command = [str(install.binary), *install.arguments]
-        command += ["--model-repository", str(write_repository(root, models))]
-        command += ["--disable-auto-complete-config", "--exit-timeout-secs=5", "--model-load-thread-count=8"]
-        shm_prefix = f"{SHM_PREFIX}_{uuid.uuid4().hex[:8]}_"
-        command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
-        command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
-        environment = {**install.environment, "TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
-        with open(log, "wb") as file:
-            process = subprocess.Popen(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
-            urls = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
-            yield RealServer(*urls, log, process, engine, supervisor, len(engine.hellos))
-            code = process.poll()
-            assert code is None, f"the server ended with code {code}:\n{log.read_text(errors='replace')}"
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            unlink_prefix(shm_prefix)
+        with server_before(root, models, engine, supervisor) as server:
+            yield server
+            code = server.process.poll()
+            text = server.log.read_text(errors="replace")
+            assert code is None, f"the server ended with code {code}:\n{text}"
+        log = server.log
         assert "Signal (11)" not in log.read_text(errors="replace"), (
             f"the server crashed at its end; see {log}"
         )
+
+
+@contextlib.contextmanager
+def server_before(
+    root: Path,
+    models: list[RepositoryModel],
+    engine: FakeEngine,
+    supervisor: FakeSupervisor,
+    ports: Sequence[int] = (),
+) -> Iterator[RealServer]:
+    """A ready server before this engine; it and its processes are gone afterwards. ports: HTTP, gRPC,
+    metrics; (): free ones."""
+    http, grpc, metrics = ports or free_ports(3)
+    install = prepare(root)
+    log = root / "server.log"
+    command = [str(install.binary), *install.arguments]
+    command += ["--model-repository", str(write_repository(root, models))]
+    command += ["--disable-auto-complete-config", "--exit-timeout-secs=5", "--model-load-thread-count=8"]
+    shm_prefix = f"{SHM_PREFIX}_{uuid.uuid4().hex[:8]}_"
+    command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
+    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    environment = {**install.environment, "TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
+        urls = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
+        yield RealServer(*urls, log, process, engine, supervisor, len(engine.hellos))
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        unlink_prefix(shm_prefix)
 
 
 def _wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:

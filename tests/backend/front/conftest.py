@@ -1,4 +1,4 @@
-"""A front before a fake engine, which generates TEXT after every prompt."""
+"""A front before a fake engine, which generates TEXT after every prompt; by both transports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.backend.front.fronts import Front, repository
+from tests.backend.front.transports import TRANSPORTS, Route, route_to
 from tests.fake_engine import FakeEngine, FakeSupervisor, scripted
 
 TEXT = " the ferry leaves at seven and returns at nine"
@@ -41,10 +42,23 @@ def supervisor(engine: FakeEngine) -> Iterator[FakeSupervisor]:
         yield supervisor
 
 
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine_route(
+    transport: str, engine: FakeEngine, supervisor: FakeSupervisor, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Route]:
+    with route_to(transport, tmp_path_factory.mktemp("route"), engine, supervisor) as route:
+        yield route
+
+
 @pytest.fixture(scope="module")
 def front(
-    supervisor: FakeSupervisor, toy_repository: Path, tmp_path_factory: pytest.TempPathFactory
+    engine_route: Route, toy_repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Front]:
     log = tmp_path_factory.mktemp("log") / "front.log"
-    with Front(toy_repository, log, TRIDECODE_CONTROL_ENDPOINT=supervisor.endpoint) as front:
+    with Front(toy_repository, log, *engine_route.options, **engine_route.environment) as front:
         yield front

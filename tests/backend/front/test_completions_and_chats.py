@@ -73,9 +73,9 @@ def test_lists_of_prompts_and_several_samples(front: Front, engine: FakeEngine, 
     assert {choice.text for choice in found.choices} == {TEXT}
     assert found.usage.prompt_tokens == len(ids("one")) + len(ids("two"))
     assert found.usage.completion_tokens == 4 * count
-    assert [s.sequences[0].params.seed for s in engine.submits[-2:]] == [7, 9]
+    assert sorted(s.sequences[0].params.seed for s in engine.submits[-2:]) == [7, 9]
     tokens = front.openai.completions.create(model="toy", prompt=[[3, 4], [5]], max_tokens=1)
-    assert len(tokens.choices) == 2 and sent_prompt(engine, -2) == [3, 4] and sent_prompt(engine) == [5]
+    assert len(tokens.choices) == 2 and sorted(sent_prompt(engine, row) for row in (-2, -1)) == [[3, 4], [5]]
 
 
 def test_a_stream_of_no_tokens_has_its_echo_and_its_end(front: Front) -> None:

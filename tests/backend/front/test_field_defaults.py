@@ -47,6 +47,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def transport() -> str:
+    """The front itself fills defaults in, so one transport is enough."""
+    return "socket"
+
+
 def sent(front: Front, engine: FakeEngine, route: str, body: dict[str, Any]) -> tuple[Any, Any]:
     """Return the engine's Submit of a request, and the body of the answer without its id and times."""
     answer = front.post(route, body)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.backend.front.conftest import TEXT
 from tests.backend.front.fronts import Front, error_of
+from tests.backend.front.transports import Route
 from tests.fake_engine import FakeEngine, FakeSupervisor
 from tests.waiting import wait_until
 from tridecode.backend.front.access import digest_of
@@ -105,10 +106,10 @@ def raw(front: Front, sent: bytes) -> bytes:
 
 
 @pytest.fixture
-def impatient(supervisor: FakeSupervisor, toy_repository: Path, tmp_path: Path) -> Iterator[Front]:
+def impatient(engine_route: Route, toy_repository: Path, tmp_path: Path) -> Iterator[Front]:
     """A front whose limits of time are short."""
-    environment = {"TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
-    with Front(toy_repository, tmp_path / "log", "--limit-seconds", "0.5", **environment) as front:
+    options = ["--limit-seconds", "0.5", *engine_route.options]
+    with Front(toy_repository, tmp_path / "log", *options, **engine_route.environment) as front:
         yield front
 
 

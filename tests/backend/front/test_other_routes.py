@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.backend.front.conftest import TEXT
 from tests.backend.front.fronts import Front, error_of, repository
+from tests.backend.front.transports import Route
 from tests.fake_engine import FakeEngine, FakeSupervisor, toy_log_prob
 
 Ids = Callable[[str], list[int]]
@@ -89,12 +90,22 @@ def test_adapters_come_and_go(supervisor: FakeSupervisor, engine: FakeEngine, tm
         assert front.post("/v1/unload_lora_adapter", {"lora_name": "french"}).status_code == 404
 
 
+def test_an_adapter_is_named_as_a_model(engine_route: Route, engine: FakeEngine, tmp_path: Path) -> None:
+    repo = repository(tmp_path / "repo", lora_path="adapters")
+    (repo / "fastertransformer" / "adapters" / "french").mkdir(parents=True)
+    with Front(repo, tmp_path / "log", *engine_route.options, **engine_route.environment) as front:
+        assert [card.id for card in front.openai.models.list()] == ["toy", "french"]
+        for name, lora in (("french", "french"), ("toy", "")):
+            front.openai.completions.create(model=name, prompt="x", max_tokens=1)
+            assert engine.submits[-1].sequences[0].lora_name == lora
+
+
 def test_adapters_of_requests_need_an_option(front: Front) -> None:
     response = front.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/tmp"})
     assert (response.status_code, error_of(response)["code"]) == (403, "not_allowed")
 
 
-def test_the_page_of_metrics_is_prometheus(front: Front) -> None:
+def test_the_page_of_metrics_is_prometheus(front: Front, engine_route: Route) -> None:
     def value(name: str, **labels: str) -> float:
         families = text_string_to_metric_families(front.http.get("/metrics").text)
         samples = [s for family in families for s in family.samples if s.name == name]
@@ -105,7 +116,9 @@ def test_the_page_of_metrics_is_prometheus(front: Front) -> None:
     front.post("/v1/completions", {"prompt": "x", "max_tokens": 5})
     assert value("tridecode_requests_total", outcome="ok") == before + 1
     assert value("tridecode_output_tokens_total") == tokens + 5
-    assert value("tridecode_engine_ready", engine="0") == 1
+    assert (
+        value("tridecode_engine_ready", engine=engine_route.options[1] if engine_route.options else "0") == 1
+    )
     assert value("tridecode_request_seconds_count") >= 1
 
 

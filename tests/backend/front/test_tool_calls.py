@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.backend.chat import tool_templates
 from tests.backend.front.fronts import Front, error_of, repository
+from tests.backend.front.transports import Route
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor
 from tridecode.backend.wire.messages import SamplingParams
 
@@ -68,12 +69,11 @@ def engine(script: Script) -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="module")
 def front(
-    engine: FakeEngine, tool_repository: Path, tmp_path_factory: pytest.TempPathFactory
+    engine_route: Route, tool_repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Front]:
     log = tmp_path_factory.mktemp("log") / "front.log"
-    with FakeSupervisor(engine) as supervisor:
-        with Front(tool_repository, log, TRIDECODE_CONTROL_ENDPOINT=supervisor.endpoint) as front:
-            yield front
+    with Front(tool_repository, log, *engine_route.options, **engine_route.environment) as front:
+        yield front
 
 
 @pytest.fixture
@@ -116,7 +116,9 @@ def sent_text(engine: FakeEngine, tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def test_calls_of_an_answer(front: Front, engine: FakeEngine, say: Callable, tokenizer: Any) -> None:
+def test_calls_of_an_answer(
+    front: Front, engine: FakeEngine, say: Callable, tokenizer: Any, transport: str
+) -> None:
     say(f"Let me see.\n{ONE}\n{TWO}")
     choice, chunks = whole_and_streamed(front, tools=TOOLS)
     assert choice.message.content == "Let me see." and choice.finish_reason == "tool_calls"
@@ -130,7 +132,8 @@ def test_calls_of_an_answer(front: Front, engine: FakeEngine, say: Callable, tok
     assert [part.id is not None for part in parts if part.index == 0] == [True] + [False] * (
         sum(part.index == 0 for part in parts) - 1
     )
-    assert sum(part.index == 0 for part in parts) > 3
+    # behind Triton, tokens share responses while its model falls behind
+    assert sum(part.index == 0 for part in parts) > (3 if transport == "socket" else 1)
 
 
 def test_an_answer_without_a_call_and_one_that_is_none(front: Front, say: Callable) -> None:

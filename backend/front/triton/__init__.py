@@ -1,0 +1,1 @@
+"""Engines of other machines, reached through Triton's gRPC."""
