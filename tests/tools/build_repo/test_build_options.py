@@ -45,7 +45,7 @@ REFUSED = [
     (("adapters", "list", "absent"), "absent/fastertransformer/config.pbtxt cannot be read"),
     (("evaluate-lambada", "--data", "absent"), "absent cannot be read"),
     (("evaluate-lambada", "--data", "absent", "--definition", "x"), "--definition x: wanted"),
-    (("serve", "absent"), "absent is not a directory"),
+    (("serve", "absent"), "'absent' is not a file or folder, and the hub could not be reached"),
     (("bench", "engine", "--preset", "gpt5"), "no preset 'gpt5'"),
 ]
 
