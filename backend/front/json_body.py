@@ -114,13 +114,23 @@ def _refuse_constant(text: str) -> Any:
 def convert(found: dict[str, Any], kind: type[_T]) -> _T:
     """A JSON object as a struct. Raises ApiError that names the field."""
     try:
-        return msgspec.convert(found, kind)
+        try:
+            return msgspec.convert(found, kind)
+        except msgspec.ValidationError:
+            return msgspec.convert({name: _whole(value) for name, value in found.items()}, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), found, kind) from None
     except RecursionError:
         raise _too_deep() from None
     except UnicodeEncodeError:
         raise bad_request("a key of the body is not valid Unicode text", code="invalid_json") from None
+
+
+def _whole(value: Any) -> Any:
+    """Return 16.0 as 16, which JSON Schema takes for an integer, in a list, too."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return [_whole(one) for one in value] if type(value) is list else value
 
 
 def _invalid(text: str, found: dict[str, Any], kind: type[msgspec.Struct]) -> ApiError:

@@ -6,9 +6,15 @@ descriptions of the OpenAPI document are made from it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+
+from tridecode.backend.front.fields.sampling import NO_EFFECT, REFUSED
+from tridecode.backend.front.fields.schemas import SCHEMAS
+
+_T = TypeVar("_T")
 
 
 class Meaning(NamedTuple):
@@ -96,7 +102,7 @@ MEANINGS: dict[str, Meaning] = {
     "text": Meaning("text of a part of type `text`", "none"),
     # token ids
     "token_ids": Meaning("the prompt", _REQUIRED),
-    "sampling_params": Meaning("the fields of a completion without its prompt", "{}"),
+    "sampling_params": Meaning("the fields of a completion, without its prompt and `best_of`", "{}"),
     # texts and tokens
     "TokenizeRequest.prompt": Meaning("a text; else `messages`", "none"),
     "TokenizeRequest.messages": Meaning("a chat, rendered with the fields that chats have, too", "none"),
@@ -121,17 +127,26 @@ MEANINGS: dict[str, Meaning] = {
 
 def meaning_of(struct: type[msgspec.Struct], field: str) -> Meaning | None:
     """Return the meaning of a struct's field; None: the field is refused or has no effect."""
-    for kind in struct.__mro__:
-        if found := MEANINGS.get(f"{kind.__name__}.{field}"):
-            return found
-    return MEANINGS.get(field)
+    return _own(MEANINGS, struct, field) or MEANINGS.get(field)
+
+
+def _own(table: Mapping[str, _T], struct: type[msgspec.Struct], field: str) -> _T | None:
+    """Return the value of the struct's own entry, or of that of a struct it is made from."""
+    names = (f"{kind.__name__}.{field}" for kind in struct.__mro__)
+    return next((table[name] for name in names if name in table), None)
 
 
 def described(schema: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a struct's JSON schema with its fields' meanings as descriptions."""
+    """Return a struct's JSON schema with its fields' meanings, and the values of those that are refused."""
     properties = dict(schema["properties"])
-    for name, value in properties.items():
+    for name in properties:
+        value = _own(SCHEMAS, struct, name) or properties[name]
+        properties[name] = value
         if found := meaning_of(struct, name):
             default = f" (default: {found.default})" if found.default not in ("", _REQUIRED) else ""
             properties[name] = {**value, "description": found.text + default}
+        elif name in NO_EFFECT:
+            properties[name] = {**value, "description": "accepted without effect"}
+        elif name in REFUSED and value.keys() <= {"default"}:
+            properties[name] = {"enum": [None, *REFUSED[name]], "description": "the feature is not there"}
     return {**schema, "properties": properties}

@@ -13,6 +13,9 @@ INT32_MAX = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+Repetition = Annotated[float, Meta(ge=1e-6, le=1e6)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Texts = Annotated[str | list[str], Meta(description="a text or a list of texts")]
 
@@ -33,7 +36,7 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
     stop: Texts | None = None
@@ -41,9 +44,9 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    repetition_penalty: Repetition | None = None
     min_tokens: Count | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -92,7 +95,8 @@ NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-#: neutral values of each field, besides null; any other value is refused
+#: neutral values of each field, besides null; any other value is refused. The last two are fields of
+#: Colossal-Inference's routes.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "use_beam_search": (False,),
@@ -116,4 +120,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "chat_template": (),
     "mm_processor_kwargs": (),
+    "no_repeat_ngram_size": (0,),
+    "forced_eos_token_id": (),
 }

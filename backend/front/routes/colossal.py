@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
-from tridecode.backend.front.errors import ApiError, bad_request
 from tridecode.backend.front.fields.chat import ChatMessage, ChatRequest
 from tridecode.backend.front.fields.completions import CompletionRequest
-from tridecode.backend.front.json_body import convert
+from tridecode.backend.front.fields.sampling import Count, Repetition, Share, Temperature, TopK
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.routes.completions import text_request
+from tridecode.backend.front.sampling import refuse_unsupported
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.service.text_request import FieldNames
 
@@ -32,13 +32,13 @@ class ColossalFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """stream: true, false, or a text that says so. do_sample false: greedy, whatever the other fields say."""
 
     stream: bool | str | None = None
-    max_new_tokens: int | None = None
-    max_tokens: int | None = None
+    max_new_tokens: Count | None = None
+    max_tokens: Count | None = None
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    repetition_penalty: Repetition | None = None
     no_repeat_ngram_size: Any = None
     forced_eos_token_id: Any = None
     model: str | None = None
@@ -111,11 +111,9 @@ async def chat_answer(request: Request) -> Response:
 
 
 def _sampling(wanted: ColossalFields) -> dict[str, Any]:
-    for name, neutral in (("no_repeat_ngram_size", (None, 0)), ("forced_eos_token_id", (None,))):
-        if getattr(wanted, name) not in neutral:
-            raise bad_request(f"{name} is not implemented; leave it out", name, "unsupported_parameter")
+    refuse_unsupported(wanted)
     count = wanted.max_new_tokens if wanted.max_tokens is None else wanted.max_tokens
-    values = {
+    return {
         "max_tokens": _DEFAULT_MAX_TOKENS if count is None else count,
         "temperature": 0.0 if wanted.do_sample is not True else wanted.temperature,
         "top_k": wanted.top_k,
@@ -123,14 +121,6 @@ def _sampling(wanted: ColossalFields) -> dict[str, Any]:
         "repetition_penalty": wanted.repetition_penalty,
         "stream": wanted.streams,
     }
-    try:
-        convert({**values, "prompt": ""}, CompletionRequest)  # the ranges
-    except ApiError as error:
-        if error.fields.param != "max_tokens" or wanted.max_tokens is not None:
-            raise
-        text = error.fields.message.replace("max_tokens", "max_new_tokens", 1)
-        raise bad_request(text, "max_new_tokens", error.fields.code or "") from None
-    return values
 
 
 def _names(wanted: ColossalFields, prompt: str) -> FieldNames:

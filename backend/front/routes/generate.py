@@ -56,6 +56,8 @@ class Generated(msgspec.Struct):
 
 
 _FIELDS = FieldNames("token_ids", "max_tokens", "stop")
+#: fields of a completion that sampling_params has not
+NOT_SAMPLING = frozenset(("model", "stream", "stream_options", "prompt", "echo", "request_id"))
 NAMES = (*GenerateRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
 
 
@@ -64,15 +66,16 @@ async def generate(request: Request) -> Response:
     call, wanted = await front.begin(request, "gen", GenerateRequest)
     try:
         params = dict(wanted.sampling_params)
-        for name in ("model", "stream", "stream_options", "prompt", "echo"):
-            params.pop(name, None)
+        for name in sorted(params.keys() & NOT_SAMPLING):
+            text = f"the field {name} is none of sampling_params"
+            raise bad_request(text, f"sampling_params.{name}", "unknown_parameter")
         count = params.pop("logprobs", None)
         as_completion = _completion(
             {
                 **params,
                 "prompt": wanted.token_ids,
                 "stream": wanted.stream,
-                "priority": wanted.priority,
+                "priority": params.get("priority") if wanted.priority is None else wanted.priority,
                 "logprobs": 0 if count is None else count,  # the ids come with the log probabilities
             }
         )
@@ -80,11 +83,13 @@ async def generate(request: Request) -> Response:
             text = "sampling_params.best_of is above n, which this route does not implement; leave it out"
             raise bad_request(text, "sampling_params.best_of", "unsupported_parameter")
         silent = refuse_unsupported(as_completion)
+        n = as_completion.n or 1
+        count = None if count is None else as_completion.logprobs
         _, adapter = front.model.find(wanted.model)
         asked = text_request(front.model, as_completion, adapter, _FIELDS)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
-    writer = GenerateWriter(front.model, call, wanted, count, as_completion.n or 1)
+    writer = GenerateWriter(front.model, call, wanted, count, n)
     return await answer(
         front,
         request,

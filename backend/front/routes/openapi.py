@@ -37,8 +37,10 @@ _GETS: dict[str, tuple[Any, str]] = {
     "/health": (None, "Whether an engine serves"),
     "/metrics": (None, "Metrics in Prometheus' text format"),
 }
-_STREAMED = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
-_ERRORS = (400, 401, 404, 413, 415, 429, 500, 503, 504)
+_STREAMED = {
+    "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate", "/completion", "/chat",
+}  # fmt: skip
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504)
 
 
 async def document(request: Request) -> Response:
@@ -58,13 +60,14 @@ def openapi() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in (*(post[0] for post in _POSTS.values()), StreamOptions, ChatMessage, ContentPart):
         components[kind.__name__] = described(components[kind.__name__], kind)
+    components["SamplingFields"] = _of_token_ids(components["CompletionRequest"])
     by_kind = dict(zip(kinds, schemas))
     errors = {str(code): _answer("an error", by_kind[ErrorBody]) for code in _ERRORS}
     paths: dict[str, Any] = {}
     for path, (kind, found, summary) in _POSTS.items():
         answer = _answer("the answer", by_kind[found] if found is not None else None)
         if path in _STREAMED:
-            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            answer["content"]["text/event-stream"] = {}  # a schema would be that of the whole stream
         body = {"required": True, "content": {"application/json": {"schema": by_kind[kind]}}}
         paths[path] = {
             "post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}
@@ -82,6 +85,13 @@ def openapi() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _of_token_ids(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a completion's fields that /inference/v1/generate takes."""
+    left_out = (*generate.NOT_SAMPLING, "best_of")
+    properties = {name: value for name, value in schema["properties"].items() if name not in left_out}
+    return {**schema, "title": "SamplingFields", "required": [], "properties": properties}
 
 
 def _answer(text: str, schema: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 _FIELDS = FieldNames("prompt")
+_OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -80,16 +81,12 @@ async def _prompt(model: ServedModel, wanted: TokenizeRequest) -> str:
     if (wanted.prompt is None) == (wanted.messages is None):
         found = "neither is" if wanted.prompt is None else "both are"
         raise bad_request(f"{found} sent of prompt and messages; wanted one of them", "prompt")
-    if wanted.messages is None:
-        return wanted.prompt or ""
-    chat = ChatRequest(
-        messages=wanted.messages,
-        tools=wanted.tools,
-        add_generation_prompt=wanted.add_generation_prompt,
-        continue_final_message=wanted.continue_final_message,
-        chat_template_kwargs=wanted.chat_template_kwargs,
-    )
-    return (await model.chats.prompt(chat))[0]
+    of_chats = {name: value for name in _OF_CHATS if (value := getattr(wanted, name)) is not None}
+    if wanted.messages is not None:
+        return (await model.chats.prompt(ChatRequest(messages=wanted.messages, **of_chats)))[0]
+    for name in of_chats:
+        raise bad_request(f"{name} is sent without messages; leave it out", name)
+    return wanted.prompt or ""
 
 
 async def detokenize(request: Request) -> Response:

@@ -44,6 +44,44 @@ def test_token_ids_in_and_out(front: Front, engine: FakeEngine, ids: Ids) -> Non
     assert error_of(wrong)["param"] == "sampling_params.topk"
 
 
+@pytest.mark.parametrize("name", ["model", "stream", "stream_options", "prompt", "echo", "request_id"])
+def test_sampling_params_have_no_other_fields(front: Front, name: str) -> None:
+    response = front.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {name: None}})
+    assert (response.status_code, error_of(response)["param"]) == (400, f"sampling_params.{name}")
+
+
+def test_a_priority_may_be_among_the_sampling_params(front: Front, engine: FakeEngine) -> None:
+    front.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"priority": -3}})
+    assert engine.submits[-1].priority == -3
+
+
+def test_a_float_without_a_fraction_is_a_whole_number(front: Front, engine: FakeEngine) -> None:
+    """JSON Schema has no other integers, and clients in other languages send 16.0."""
+    body = {"prompt": "x", "max_tokens": 2.0, "stop_token_ids": [9.0], "logprobs": 1.0}
+    assert front.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 2
+    assert engine.submits[-1].sequences[0].params.end_ids == [2, 9]
+    params = {"max_tokens": 2.0, "logprobs": 1.0}
+    answer = front.post("/inference/v1/generate", {"token_ids": [5.0], "sampling_params": params}).json()
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 2
+    refused = error_of(front.post("/v1/completions", {"prompt": "x", "max_tokens": 2.5}))
+    assert (refused["param"], refused["message"]) == (
+        "max_tokens", "max_tokens is 2.5; wanted a whole number or null",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "chat_template_kwargs"])
+def test_fields_of_chats_need_messages(front: Front, name: str) -> None:
+    value = {"tools": [], "add_generation_prompt": False, "chat_template_kwargs": {}}[name]
+    response = front.post("/tokenize", {"prompt": "x", name: value})
+    assert (response.status_code, error_of(response)["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("field", [{"no_repeat_ngram_size": 3}, {"forced_eos_token_id": 2}, {"top_k": -5}])
+def test_colossal_inferences_fields_are_checked(front: Front, field: dict[str, int]) -> None:
+    response = front.post("/generate", {"prompt": "x", "max_new_tokens": 1, **field})
+    assert (response.status_code, error_of(response)["param"]) == (400, next(iter(field)))
+
+
 def test_colossal_inferences_routes(front: Front, engine: FakeEngine, ids: Ids) -> None:
     count = len(ids(TEXT))
     body = {"prompt": "x", "max_new_tokens": count, "stream": "False"}
@@ -129,6 +167,9 @@ def test_the_document_describes_bodies_and_answers(front: Front) -> None:
     schema = {"$ref": "#/components/schemas/CompletionRequest", "components": document["components"]}
     jsonschema.validate({"prompt": "x", "max_tokens": 3, "stop": ["a"]}, schema)
     for wrong in ({"prompt": "x", "max_tokens": -1}, {"prompt": "x", "max_tokns": 3}, {"max_tokens": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    for wrong in ({"prompt": [1, "a"]}, {"prompt": []}, {"prompt": "x", "logit_bias": {"5": 1}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
     answer = front.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "logprobs": 1}).json()

@@ -21,9 +21,6 @@ _IN_PROSE = {
     "StreamOptions": {"include_obfuscation"},
     "LoadAdapter": {"base_model_name"},
     "UnloadAdapter": {"lora_int_id"},
-    **dict.fromkeys(
-        ("ColossalFields", "GenerateFields", "ChatFields"), {"no_repeat_ngram_size", "forced_eos_token_id"}
-    ),
 }
 
 

@@ -1,0 +1,81 @@
+"""JSON schemas of fields whose parts are checked behind the structs, for the OpenAPI document.
+
+The structs take any value of the right kind there, so that errors name the part that is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OBJECT = {"type": "object"}
+_NULL = {"type": "null"}
+_FUNCTION_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+_LABEL = {"anyOf": [{"type": "string", "pattern": "^[ -~]*$", "maxLength": 1024}, _NULL]}
+_MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/ChatMessage"}, "minItems": 1}
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_FUNCTION = _object(
+    ["name"],
+    name=_FUNCTION_NAME,
+    description={"type": "string"},
+    parameters=_OBJECT,
+    strict={"type": "boolean"},
+)
+_TOOLS = {
+    "type": "array",
+    "maxItems": 128,
+    "items": _object(
+        ["type", "function"],
+        type={"const": "function"},
+        function={**_FUNCTION, "additionalProperties": False},
+    ),
+}
+_CHOICE = _object(
+    ["type", "function"], type={"const": "function"}, function=_object(["name"], name=_FUNCTION_NAME)
+)
+_CALLED = _object(["name", "arguments"], name=_FUNCTION_NAME, arguments={"type": "string"})
+_CALLS = {
+    "type": "array",
+    "items": _object(
+        ["id", "function"],
+        id={"type": "string", "minLength": 1},
+        type={"const": "function"},
+        function=_CALLED,
+    ),
+}
+
+#: "STRUCT.FIELD" -> schema, instead of the one that follows from the type
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "CompletionRequest.prompt": _PROMPTS,
+    "EmbeddingRequest.input": _PROMPTS,
+    "EmbeddingRequest.request_id": _LABEL,
+    "Sampled.request_id": _LABEL,
+    "GenerateRequest.request_id": _LABEL,
+    "ChatRequest.messages": _MESSAGES,
+    "ChatRequest.tools": {"anyOf": [_TOOLS, _NULL]},
+    "ChatRequest.tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _CHOICE]},
+    "ChatFields.messages": _MESSAGES,
+    "ChatMessage.role": {"type": "string", "pattern": "^[A-Za-z0-9_ .-]{1,64}$"},
+    "ChatMessage.tool_calls": {"anyOf": [_CALLS, _NULL]},
+    "ChatMessage.audio": _NULL,
+    "ChatMessage.function_call": _NULL,
+    "ContentPart.type": {"enum": ["text", "refusal"]},
+    "GenerateRequest.token_ids": _TOKEN_IDS,
+    "GenerateRequest.sampling_params": {"$ref": "#/components/schemas/SamplingFields"},
+    "TokenizeRequest.messages": {"anyOf": [_MESSAGES, _NULL]},
+    "TokenizeRequest.tools": {"anyOf": [_TOOLS, _NULL]},
+    "DetokenizeRequest.tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+}
