@@ -198,6 +198,7 @@ class FakeEngine:
         self.before_step: Callable[[int], None] = lambda step: None
         self.protocol = m.PROTOCOL
         self.busy_s, self.metrics = 0.0, {}  # reported in its heartbeats
+        self.cached_tokens = 0  # of each prompt
         self._doors: dict[bytes, m.Hello] = {}
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
@@ -384,6 +385,7 @@ class FakeEngine:
             if sequence.params.top_log_probs >= 0
             else [],
             extra=self._extra(sequence, prompt if is_first else [], tokens),
+            cached_tokens=self.cached_tokens if is_first else 0,
         )
 
     def _extra(self, sequence: _Sequence, prompt: list[int], tokens: list[int]) -> m.EventExtra | None:

@@ -31,7 +31,8 @@ class RealEngine:
 
     def __enter__(self) -> RealEngine:
         self._status = RankStatus()
-        self._doors = DoorSocket(self.endpoint, self.epoch, self.limits, self._beat)
+        hasher = self.scheduler.prompt_hasher
+        self._doors = DoorSocket(self.endpoint, self.epoch, self.limits, self._beat, hasher=hasher)
         self._loop = DecodeLoop(self.engine, self.scheduler, self._doors, self._status)
         self._thread = threading.Thread(target=self._loop.run, name="engine")
         self._thread.start()

@@ -12,6 +12,7 @@ from tridecode.backend.configuration.model_config import DTYPES
 from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
+CACHE_SCOPES = ("all", "salt", "none")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -132,6 +133,15 @@ class EngineConfig:
     num_threads: int = setting(0, "CPU threads of the engine; 0: torch's own choice", _SOME)
     batch_invariant: bool = setting(
         False, "CPU with fp32 only: log probabilities do not depend on the other requests of a step"
+    )
+    prefix_cache: bool = setting(
+        True, "reuse the cached keys and values of common beginnings of prompts (docs/guides/prefix_cache.md)"
+    )
+    cache_scope: str = setting(
+        "all",
+        "which requests share cached prefixes: all (those with the same `cache_salt`, or without any), salt "
+        "(only those with the same `cache_salt`), none",
+        _one_of(*CACHE_SCOPES),
     )
     lora_path: str = setting(
         "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"

@@ -108,6 +108,7 @@ class TritonPythonModel(TextModel):
             **self._ends(keys, limits),
             bad_words=self._bad_words(keys, received, limits),
             top_log_probs=_top_log_probs(keys, received),
+            **_cache_use(keys),
         )
         complaint = check(params)
         if complaint:
@@ -149,6 +150,14 @@ def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
         presence_penalty=keys.get("presence_penalty", 0.0),
         frequency_penalty=keys.get("frequency_penalty", 0.0),
     )
+
+
+def _cache_use(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return SamplingParams.cache and .cache_salt."""
+    use = keys.get("cache", "on")
+    if use == "on" and keys.get("skip_reading_prefix_cache"):
+        use = "write"
+    return {"cache": use, "cache_salt": keys.get("cache_salt", "")}
 
 
 def _top_log_probs(keys: dict[str, Any], received: Received) -> int:

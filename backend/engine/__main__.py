@@ -175,6 +175,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         door_limits(engine),
         link.beat,
         lambda reason: _give_up(link, TridecodeError(reason)),
+        scheduler.prompt_hasher,
     )
     if engine.state.adapters is not None:
         engine.state.adapters.on_finished = doors.wake

@@ -19,12 +19,13 @@ import msgspec
 import zmq
 
 from tridecode.backend.base.pauses import PauseWatch
+from tridecode.backend.engine.cache.prompt_keys import HashedSubmit, PromptHasher
 from tridecode.backend.supervisor import processes
 from tridecode.backend.wire import messages as m
 
 log = logging.getLogger("tridecode.engine")
 
-Incoming = Union[m.Submit, m.Cancel, m.EndSession, m.Goodbye]
+Incoming = Union[m.Submit, HashedSubmit, m.Cancel, m.EndSession, m.Goodbye]
 #: a door that is silent for longer is frozen or dead; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
 _LOOK_S = 1.0  # interval at which the doors' processes and the socket's file are checked
@@ -52,9 +53,11 @@ class DoorSocket:
         limits: m.Limits,
         beat: Callable[[], m.EngineBeat],
         broken: Callable[[str], None] = lambda reason: None,
+        hasher: PromptHasher | None = None,
     ):
+        """hasher: hashes prompts on the I/O thread; requests then arrive as HashedSubmit."""
         self._endpoint, self._epoch, self._limits, self._make_beat = endpoint, epoch, limits, beat
-        self._broken = broken
+        self._broken, self._hasher = broken, hasher
         self._inbox: deque[tuple[bytes, Incoming]] = deque()
         self._arrived = threading.Event()
         self._outbox: deque[list[tuple[bytes, m.Event]]] = deque()
@@ -168,7 +171,9 @@ class DoorSocket:
         door.heard_at = now
         if isinstance(message, m.Goodbye):
             del self._doors[identity]
-        if isinstance(message, (m.Submit, m.Cancel, m.EndSession, m.Goodbye)):
+        if isinstance(message, m.Submit) and self._hasher is not None:
+            message = HashedSubmit(message, self._hasher.keys(message))
+        if isinstance(message, (m.Submit, HashedSubmit, m.Cancel, m.EndSession, m.Goodbye)):
             self._inbox.append((identity, message))
             self._arrived.set()
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from tridecode.backend.base.errors import CapacityError, TridecodeError
+from tridecode.backend.engine.cache.prompt_keys import HashedSubmit, PromptKeys
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.door_socket import DoorSocket
@@ -23,6 +24,7 @@ from tridecode.backend.wire import messages as m
 log = logging.getLogger("tridecode.engine")
 
 _TELL_S = 0.05  # status update interval; heartbeats are rarer
+_COUNT_S = 1.0  # interval at which blocks of sessions are counted: this looks at each of them
 _IDLE_S = 0.25  # longest wait for a request
 _DEVICE_S = 1.0  # interval at which an idle device is checked
 _POLL_S = 0.0005  # interval at which a follower that waits for a plan checks its step in flight
@@ -55,6 +57,7 @@ class DecodeLoop:
         self._seconds = 0.0  # seconds spent in steps
         self._status_at = 0.0
         self._checked = 0.0  # the device
+        self._session_blocks, self._sessions_at = 0, 0.0
         self.background = [run.begin() for run in engine.background]
         scheduler.on_end += [work.offer for work in self.background]
 
@@ -99,7 +102,9 @@ class DecodeLoop:
             if not arrived:
                 self._check_device()
         for door, message in arrived:
-            if isinstance(message, m.Submit):
+            if isinstance(message, HashedSubmit):
+                self._submit(door, *message)
+            elif isinstance(message, m.Submit):
                 self._submit(door, message)
             elif isinstance(message, m.Cancel):
                 self.scheduler.cancel(door, message.request)
@@ -131,9 +136,9 @@ class DecodeLoop:
             self.engine.check_device()
             self.status.busy_since = 0.0
 
-    def _submit(self, door: bytes, submit: m.Submit) -> None:
+    def _submit(self, door: bytes, submit: m.Submit, keys: list[PromptKeys | None] | None = None) -> None:
         try:
-            self.scheduler.submit(door, submit)
+            self.scheduler.submit(door, submit, keys)
         except TridecodeError as error:
             self._refuse(door, submit, str(error), error.code)
         except Exception as error:  # a fault in the checks ends only this request
@@ -182,14 +187,21 @@ class DecodeLoop:
         if now - self._status_at < _TELL_S and scheduler.has_work:
             return
         self._status_at = now
+        if now - self._sessions_at >= _COUNT_S:
+            self._session_blocks, self._sessions_at = scheduler.sessions.num_blocks, now
         status.running, status.waiting = scheduler.num_running, scheduler.num_requests
-        status.free_blocks, status.total_blocks = index.num_free, index.num_blocks
+        status.free_blocks, status.total_blocks = index.num_available, index.num_blocks
         status.metrics = {
             **asdict(scheduler.counters),
             "requests_waiting": scheduler.num_waiting,
             "sequences_running": scheduler.num_running,
             "sessions": len(scheduler.sessions),
-            "session_blocks": scheduler.sessions.num_blocks,
+            "session_blocks": self._session_blocks,
+            'cached_prompt_tokens{tier="device"}': scheduler.cache.cached_tokens,
+            'cache_blocks{state="used"}': index.num_blocks - index.num_available,
+            'cache_blocks{state="cached"}': index.num_cached,
+            'cache_blocks{state="free"}': index.num_free,
+            "evicted_blocks": index.evictions,
             "step_seconds": self._seconds,
             "steps": status.steps,
             **{name: value for work in self.background for name, value in work.metrics().items()},

@@ -36,6 +36,7 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         ring_fault=_ring_fault(engine.model_config, engine.state.model.heads),
         micro_batches=engine.micro_batches,
         spread_tokens=spread_tokens(engine.model_config, config, engine.device),
+        cache_scope=config.cache_scope if config.prefix_cache else "none",
     )
 
 

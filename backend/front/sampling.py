@@ -59,6 +59,7 @@ def sampling_params(
 
     Raises ApiError, RequestError or UnsupportedError.
     """
+    check_text(wanted.cache_salt or "", "cache_salt")
     min_tokens = wanted.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
@@ -82,6 +83,8 @@ def sampling_params(
         **_ends(wanted, texts, limits),
         bad_words=_bad_words(wanted.bad_words or (), texts, limits),
         top_log_probs=top_log_probs,
+        cache=wanted.cache or ("write" if wanted.skip_reading_prefix_cache else "on"),
+        cache_salt=wanted.cache_salt or "",
     )
     complaint = check(params)
     if complaint:

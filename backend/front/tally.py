@@ -39,13 +39,16 @@ class Tally:
         self.rows = [Row() for _ in range(prompts * sequences)]
         self._sequences = sequences
         self._prompt_tokens = [0] * prompts
+        self._cached_tokens = [0] * prompts
         self.completion_tokens = 0
 
     def add(self, pieces: Pieces, keep: bool) -> None:
         """keep: the pieces' texts and log probabilities, for a whole answer."""
         for group in pieces:
             for index, piece in group.items():
-                self._prompt_tokens[index // self._sequences] = piece.num_prompt_tokens
+                prompt = index // self._sequences
+                self._prompt_tokens[prompt] = piece.num_prompt_tokens
+                self._cached_tokens[prompt] = max(self._cached_tokens[prompt], piece.cached_tokens)
                 self.completion_tokens += piece.num_tokens
                 if keep:
                     self.rows[index].add(piece)
@@ -56,4 +59,4 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.prompt_tokens, self.completion_tokens)
+        return Usage.of(self.prompt_tokens, self.completion_tokens, sum(self._cached_tokens))

@@ -23,6 +23,7 @@ class Piece(NamedTuple):
     token with the most likely ones of its step, for requests that want them. stop_word: the text that
     ended the row, if one did. extras: of the events, each with the number of its tokens that count.
     embedding: of the prompt, (hidden,) float32, once.
+    cached_tokens: tokens of the prompt that the engine did not compute.
     """
 
     num_prompt_tokens: int
@@ -35,6 +36,7 @@ class Piece(NamedTuple):
     stop_word: str = ""
     extras: list[tuple[int, EventExtra]] = []
     embedding: bytes = b""
+    cached_tokens: int = 0
 
 
 class Completion:
@@ -71,6 +73,7 @@ class Completion:
         self._extras: list[tuple[int, EventExtra]] = []
         self._embedding = b""
         self._cum_log_prob = 0.0
+        self._cached_tokens = 0
         self._decoder = StreamDecoder(view, prompt)
         self._matcher = StopMatcher(stop_words, show_stop)
         self._show_stop, self._unchecked = show_stop, min_tokens
@@ -84,6 +87,7 @@ class Completion:
         if self.finish_reason:
             return
         tokens = event.tokens
+        self._cached_tokens = self._cached_tokens or event.cached_tokens
         if event.finish or self._by_token:
             used = self._take_checked(event)
         else:
@@ -136,6 +140,7 @@ class Completion:
             self._matcher.found,
             self._extras,
             self._embedding,
+            self._cached_tokens,
         )
         self._echo, self.text, self.num_tokens = "", "", 0
         self._log_probs, self._tops, self._extras, self._embedding = [], [], [], b""

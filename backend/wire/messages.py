@@ -15,8 +15,6 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
 PROTOCOL = 8
-
-
 MAX_LORA_NAME = 128  # characters
 
 
@@ -218,6 +216,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     #: steps of a beam search without a pool, which sends no other tokens
     beams: Optional[BeamStep] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
     queued_s: float = 0.0  # with the first tokens of a prompt: how long it waited for a slot and blocks
+    cached_tokens: int = 0  # with the first tokens of a prompt: tokens of it whose blocks were cached
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):

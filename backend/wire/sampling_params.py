@@ -44,6 +44,9 @@ POOLINGS = ("last", "mean")
 MAX_BEAMS = 64
 #: tokens that may end a sequence; csrc/sampling_state.h has as many columns
 MAX_END_IDS = 16
+#: values of `cache`
+CACHE_USES = ("on", "write", "off")
+MAX_SALT_BYTES = 256
 _BEAMS = Range(1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
 _RETURNED = Range(0, MAX_BEAMS, f"0 (every beam, else 1) to {MAX_BEAMS}")
 _EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
@@ -111,6 +114,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
     return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
     return_perf_metrics: Annotated[bool, "return times and cache blocks of the sequence"] = False
+    cache: Annotated[
+        str, "prefix cache: on; write: compute the whole prompt; off: neither use nor fill it"
+    ] = "on"
+    cache_salt: Annotated[
+        str, "only requests with the same salt share cached prefixes; 256 bytes at most"
+    ] = ""
 
     @property
     def divisor(self) -> float:
@@ -177,6 +186,10 @@ def check(params: SamplingParams) -> str | None:
             return f"{name} is {value}; wanted {wanted}"
     if len(params.end_ids) > MAX_END_IDS:
         return f"end_id and more_end_ids are {len(params.end_ids)} tokens; wanted {MAX_END_IDS} at most"
+    if params.cache not in CACHE_USES:
+        return f"cache is {params.cache[:40]!r}; wanted one of {', '.join(CACHE_USES)}"
+    if (salt_bytes := len(params.cache_salt.encode("utf-8", "surrogatepass"))) > MAX_SALT_BYTES:
+        return f"cache_salt has {salt_bytes:,} bytes; wanted {MAX_SALT_BYTES} at most"
     if params.num_return_sequences > params.beam_width > 1:
         found = f"num_return_sequences is {params.num_return_sequences}"
         return f"{found}; wanted at most beam_width, {params.beam_width}"

@@ -89,6 +89,8 @@ def type_in_words(kind: inspect.Type) -> str:
     for number, word in _NUMBERS.items():
         if isinstance(kind, number):
             return word + _range(kind)
+    if isinstance(kind, inspect.LiteralType):
+        return " or ".join(f"`{value}`" for value in kind.values)
     return next(word for known, word in _WORDS.items() if isinstance(kind, known))
 
 

@@ -124,23 +124,32 @@ def refused(
     return Field(name, dtype, dims=dims, kind=kind, declared=declared, refused=True, neutral=neutral)
 
 
+#: the use of the prefix cache; common to every model of whole prompts
+CACHE_FIELDS = (
+    Field("cache", "STRING", default="`on`", param="cache"),
+    Field("cache_salt", "STRING", default="none", param="cache_salt"),
+)
+
+
 def with_parameters(
     fields: Iterable[Field],
     whole: str,
     without: tuple[str, ...] = (),
     table: type[SamplingParams] = SamplingParams,
 ) -> tuple[Field, ...]:
-    """Return the fields, and one more for each sampling parameter with a range that none of them sets.
+    """Return the fields, and one more for each sampling parameter with a range, and for those of the prefix
+    cache, that none of them sets.
 
     whole: dtype of integer fields. without: parameters that the contract leaves out.
     """
     fields = tuple(fields)
     named = {name for field in fields for name in (field.param, field.name)}.union(without)
-    return fields + tuple(
+    added = [
         Field(row.name, "FP32" if row.type is float else whole, param=row.name)
         for row in parameters(table)
-        if row.range and row.name not in named
-    )
+        if row.range
+    ]
+    return fields + tuple(field for field in (*added, *CACHE_FIELDS) if field.name not in named)
 
 
 #: common to every model of token ids

@@ -103,11 +103,29 @@ class Inputs:
         """Return for each row the sampling parameters that the request sets, by our names."""
         sent = [field for field in self._contract.params if field.name in self.arrays]
         columns = {field.param: self.rows(field.name, batch) for field in sent}
+        for field in sent:
+            if field.dtype == "STRING":
+                column = columns[field.param]
+                columns[field.param] = [
+                    decode_text(value, field.name, row) for row, value in enumerate(column)
+                ]
         return [{param: column[row] for param, column in columns.items()} for row in range(batch)]
 
     def client_names(self) -> dict[str, str]:
         """Map each sampling parameter to the name under which this client sent it, or would have."""
         return {field.param: self._sent_as.get(field.name, field.name) for field in self._contract.params}
+
+
+def decode_text(value: Any, name: str, row: int | None = None) -> str:
+    """Decode UTF-8 bytes. Raises RequestError that names field, row and byte if they are not UTF-8."""
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = name if row is None else f"{name} of row {row}"
+        byte = f"byte {error.start} is 0x{value[error.start]:02x}"
+        raise RequestError(f"{where} is not valid UTF-8: {byte}; wanted UTF-8 text") from None
 
 
 def _check_dtype(field: Field, array: np.ndarray) -> None:

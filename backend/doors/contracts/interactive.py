@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING, PREPROCESSING
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
+from tridecode.backend.doors.contracts.field import CACHE_FIELDS, Contract, Field, Output, refused
 
 #: control inputs, declared in config.pbtxt, in which Triton describes a request of a sequence
 CONTROLS = ("START", "READY", "END", "CORRID")
@@ -48,7 +48,7 @@ def _inputs() -> list[Field]:
     for field in FASTERTRANSFORMER.inputs:
         if field.name in _REFUSED:
             taken.append(_REFUSED[field.name])
-        elif field.name in _TAKEN or (field.param and field.declared):
+        elif field.name in _TAKEN or (field.param and field.declared and field not in CACHE_FIELDS):
             taken.append(replace(field, meaning=_MEANINGS.get(field.name, field.meaning)))
     return taken
 

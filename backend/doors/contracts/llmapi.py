@@ -6,6 +6,7 @@ Source: triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt of TensorRT-L
 from __future__ import annotations
 
 from tridecode.backend.doors.contracts.field import (
+    CACHE_FIELDS,
     RESUME,
     Contract,
     Field,
@@ -59,6 +60,7 @@ _INPUTS = (
     refused("lora_path", "STRING", (b"",)),
     refused("lora_ckpt_source", "STRING", (b"", b"hf")),
     special_tokens_field(),  # ours
+    *CACHE_FIELDS,
 )
 
 _OUTPUTS = (

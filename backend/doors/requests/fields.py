@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.inputs import Inputs, decode_text
 from tridecode.backend.service.limits import INT32_MAX, whole_number
 from tridecode.backend.wire.messages import MAX_LORA_NAME
 
@@ -48,15 +48,3 @@ def add_special_tokens(inputs: Inputs, default: bool) -> bool:
 
     default: that of the model's config.pbtxt."""
     return inputs.flag("add_special_tokens", inputs.flag("ADD_SPECIAL_TOKENS", default))
-
-
-def decode_text(value: Any, name: str, row: int | None = None) -> str:
-    """Decode UTF-8 bytes. Raises RequestError that names field, row and byte if they are not UTF-8."""
-    if isinstance(value, str):
-        return value
-    try:
-        return bytes(value).decode("utf-8")
-    except UnicodeDecodeError as error:
-        where = name if row is None else f"{name} of row {row}"
-        byte = f"byte {error.start} is 0x{value[error.start]:02x}"
-        raise RequestError(f"{where} is not valid UTF-8: {byte}; wanted UTF-8 text") from None

@@ -1,36 +1,16 @@
 """The blocks of the paged cache: users, identities, order of eviction. Host only, without torch.
 
-The identity of a block is a keyed hash of the previous block's identity, its token ids, and everything else
-that its keys and values depend on (`Context`). The hash key is random in each process, so a request cannot
-forge the identity of another's block. A block with an identity outlives its users: it stays cached until it
-is evicted.
+A block with an identity (block_keys.py) outlives its users: it stays cached until it is evicted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
+import heapq
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from tridecode.backend.engine.schedule.admission import LazyHeap
+from tridecode.backend.engine.cache.block_keys import BlockHasher
 
-_KEY_BYTES = 16
-
-
-class Context(NamedTuple):
-    """Everything besides its tokens that the keys and values of a block depend on.
-
-    adapter, prompt: the numbers that plans use for the loaded adapter and for the table of virtual tokens; -1
-    for none. shift: added to rotary positions. ring: see sessions.py; 0: none. salt: separates owners;
-    requests with different salts never find each other's blocks.
-    """
-
-    adapter: int = -1
-    prompt: int = -1
-    shift: int = 0
-    ring: int = 0
-    salt: str = ""
+_BLOCK_BITS = 32  # of an entry in the queue of eviction; the time is above them
 
 
 class BlockIndex:
@@ -44,22 +24,29 @@ class BlockIndex:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.num_cached = 0
-        self._secret = secrets.token_bytes(32)
+        self.evictions = 0  # total number of blocks
+        self.hasher = BlockHasher()
         self._users = [0] * num_blocks
         # popped from the end, so that low numbers are taken first
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: dict[bytes, int] = {}  # identity -> block
-        self._keys: dict[int, bytes] = {}  # block -> identity
+        self._keys: list[bytes | None] = [None] * num_blocks  # identity of each block
         self._parents = [-1] * num_blocks  # block with an identity -> previous block; -1: first of its chain
         self._children = [0] * num_blocks  # number of indexed blocks that follow
         self._released = [0] * num_blocks  # time at which it lost its last user
         self._clock = 0  # number of calls of `release`
-        self._leaves: LazyHeap[tuple[int, int]] = LazyHeap(self._is_leaf)  # (time, block): evicted next
+        #: heap of time << _BLOCK_BITS | block, of the blocks that may be evicted and of some that may not
+        self._leaves: list[int] = []
 
     @property
     def num_free(self) -> int:
         """Return the number of blocks without a user and without an identity."""
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Return the number of blocks without a user: free ones, and cached ones that eviction frees."""
+        return len(self._free) + self.num_cached
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -87,7 +74,7 @@ class BlockIndex:
         users = self._users
         for block in blocks:
             if users[block] == 0:
-                assert block in self._keys, f"block {block} is free and cannot be shared"
+                assert self._keys[block] is not None, f"block {block} is free and cannot be shared"
                 self.num_cached -= 1
             users[block] += 1
 
@@ -99,7 +86,7 @@ class BlockIndex:
             assert users[block] > 0, f"block {block} is released more often than it was taken"
             users[block] -= 1
             if users[block] == 0:
-                if block in keys:
+                if keys[block] is not None:
                     cached.append(block)
                 else:
                     free.append(block)
@@ -111,49 +98,41 @@ class BlockIndex:
         self.num_cached += len(blocks)
         for block in blocks:
             self._released[block] = self._clock
-            self._offer(block)
+            if not self._children[block]:
+                self._push(block)
 
     # ------------------------------------------------------------ identities
 
-    def root(self, context: Context) -> bytes:
-        """Return the parent of the first block of every chain with this context."""
-        return self._hash(repr(tuple(context)).encode())
-
-    def chain(self, parent: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
-        """Return the identities of consecutive blocks after `parent`.
-
-        Each block holds the next block_bytes of ids; the last may hold fewer.
-        """
-        keys = []
-        for first in range(0, len(ids), block_bytes):
-            parent = self._hash(parent, ids[first : first + block_bytes])
-            keys.append(parent)
-        return keys
-
-    def insert(self, parent: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def insert(self, parent: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
         """Give consecutive blocks, which must be in use, their identities. parent: the identity of an indexed
         block, or a root. If another block already has an identity, it keeps it.
+
+        Returns the blocks that have the identities.
         """
-        before = self._blocks.get(parent, -1)
+        before, indexed = self._blocks.get(parent, -1), []
         for key, block in zip(keys, blocks):
             known = self._blocks.get(key)
             if known is None:
                 assert self._users[block] > 0, f"block {block} is not in use and cannot be indexed"
-                assert block not in self._keys, f"block {block} has another identity"
+                assert self._keys[block] is None, f"block {block} has another identity"
                 known = self._blocks[key] = block
                 self._keys[block], self._parents[block] = key, before
                 if before >= 0:
                     self._children[before] += 1
+            indexed.append(known)
             before = known
+        return indexed
+
+    def is_indexed(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest indexed prefix of a chain, without adding a user."""
-        found = []
+        found, blocks = [], self._blocks
         for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
+            if key not in blocks:
                 break
-            found.append(block)
+            found.append(blocks[key])
         return found
 
     def is_exclusive(self, block: int) -> bool:
@@ -165,41 +144,44 @@ class BlockIndex:
         block that is followed by indexed blocks keeps its identity.
         """
         for block in reversed(blocks):
-            if block in self._keys and self._children[block] == 0:
+            if self._keys[block] is not None and self._children[block] == 0:
                 self._remove(block)
 
     def evict(self, count: int) -> None:
         """Evict `count` cached blocks, or as many as possible."""
-        while count > 0 and (leaf := self._leaves.first()) is not None:
-            self._leaves.pop()
-            self._remove(leaf[1])
-            count -= 1
+        while count > 0 and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            if self._is_leaf(entry):
+                self._remove(entry & (1 << _BLOCK_BITS) - 1)
+                self.evictions += 1
+                count -= 1
 
     def _remove(self, block: int) -> None:
-        del self._blocks[self._keys.pop(block)]
+        key, self._keys[block] = self._keys[block], None
+        assert key is not None, block
+        del self._blocks[key]
         parent, self._parents[block] = self._parents[block], -1
         if self._users[block] == 0:
             self.num_cached -= 1
             self._free.append(block)
         if parent >= 0:
             self._children[parent] -= 1
-            self._offer(parent)
+            if self._users[parent] == 0 and self._children[parent] == 0:
+                self._push(parent)
 
-    def _offer(self, block: int) -> None:
-        """Queue the block for eviction if it may be evicted."""
-        leaf = self._released[block], block
-        if self._is_leaf(leaf):
-            self._leaves.push(leaf, leaf)
+    def _push(self, block: int) -> None:
+        """Queue a block that may be evicted."""
+        if len(self._leaves) > 2 * self.num_cached + 1024:  # entries of blocks that were used again since
+            self._leaves = [entry for entry in self._leaves if self._is_leaf(entry)]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, self._released[block] << _BLOCK_BITS | block)
 
-    def _is_leaf(self, leaf: tuple[int, int]) -> bool:
+    def _is_leaf(self, entry: int) -> bool:
         """Return whether the block has been unused since that time and no indexed block follows it."""
-        released, block = leaf
+        block = entry & (1 << _BLOCK_BITS) - 1
         return (
-            block in self._keys
+            self._keys[block] is not None
             and self._users[block] == 0
             and self._children[block] == 0
-            and self._released[block] == released
+            and self._released[block] == entry >> _BLOCK_BITS
         )
-
-    def _hash(self, *parts: bytes) -> bytes:
-        return hashlib.blake2b(b"".join(parts), digest_size=_KEY_BYTES, key=self._secret).digest()

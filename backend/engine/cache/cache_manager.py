@@ -2,8 +2,8 @@
 
 Forks, samples of one prompt and rounds of a session are users of the same blocks in the index. A full block
 is never written again. A shared partial block is copied for the fork before its next token, unless the other
-users are gone by then. A block with an identity outlives its sequence until it is evicted; only sessions
-(sessions.py) give identities.
+users are gone by then. A block with an identity outlives its sequence until it is evicted; prompts and
+answers (prefix_cache.py) and sessions (sessions.py) give identities.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import heapq
 
 import numpy as np
 
-from tridecode.backend.engine.cache.block_index import BlockIndex, Context
+from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.prefix_cache import PrefixCache, context_of
 from tridecode.backend.engine.cache.sessions import Held
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
-from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
+from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.schedule.waiting import Admission
 
 NO_RING = np.iinfo(np.int32).max
 
@@ -30,10 +32,12 @@ class CacheManager:
 
     def __init__(self, limits: SchedulerLimits):
         self.index = BlockIndex(limits.num_blocks)
+        self.prefixes = PrefixCache(self.index, limits.block_tokens)
         self.block_tokens = limits.block_tokens
         self.lengths = np.zeros(limits.max_sequences, np.int32)
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
         self.tables = np.zeros((limits.max_sequences, columns), np.int32)
+        self.cached_tokens = 0  # total that admitted sequences have found
         self.reserved = 0  # free slots that are reserved for the beams of running groups
         self.rings = np.full(limits.max_sequences, NO_RING, np.int32)
         self.shifts = np.zeros(limits.max_sequences, np.int32)
@@ -47,26 +51,33 @@ class CacheManager:
     def num_free_slots(self) -> int:
         return len(self._free_slots) - self.reserved
 
-    def admit(self, sequence: Sequence, shift: int = 0, prefix: Sequence | None = None) -> bool:
-        """Assign a slot and the blocks of all known tokens; return False without effect if they are not free.
+    def admit(
+        self, sequence: Sequence, shift: int = 0, prefix: Sequence | None = None, warm: bool = False
+    ) -> Admission:
+        """Assign a slot and the blocks of all known tokens; without effect unless the outcome is DONE.
 
         shift: added to the rotary positions. prefix: a sequence with the same prompt, which is completely
-        cached by earlier plans. The sequence uses the cached blocks of `prefix` or of its session. If
-        the last of them is partial, the sequence takes it over if nobody else needs it, or else gets a copy.
+        cached by earlier plans. The sequence uses the cached blocks of `prefix`, of its session or of the
+        prefix index. If the last of them is partial, the sequence takes it over if nobody else needs it, or
+        else gets a copy. warm: admit it only if blocks of it are cached.
         """
         if self.num_free_slots < 1:
-            return False
+            return Admission.NO_SLOT
         row, size = sequence.group.row, self.block_tokens
         needed = -(-(sequence.num_known if row is None else row.capacity(sequence.num_known)) // size)
-        if row is not None and needed > self.index.num_free + self.index.num_cached:
-            return False
+        if row is not None and needed > self.index.num_available:
+            return Admission.NO_BLOCKS
         length, blocks = self._cached(sequence, shift, prefix)
+        if warm and not blocks:
+            return Admission.NO_BLOCKS
+        if self.prefixes.is_coming(sequence, length // size):
+            return Admission.COMING
         self.index.share(blocks)  # from now on they are not evicted
         written = blocks if row is not None and row.ring else blocks[length // size :]
         copied = bool(written) and not self.index.is_exclusive(written[-1])
         if not self._have(needed - len(blocks) + copied):
             self.index.release(blocks)
-            return False
+            return Admission.NO_BLOCKS
         own = self.index.allocate(needed - len(blocks) + copied)
         if copied:
             source = blocks.pop()
@@ -75,10 +86,14 @@ class CacheManager:
         elif written:
             self.index.forget(written)
         self._take_slot(sequence, length, blocks + own, shift)
+        sequence.group.admitted(length, len(blocks) + copied)
+        if prefix is None:
+            self.cached_tokens += length
+        self.prefixes.expect(sequence, length // size)
         if row is not None:
             row.begin(length // size)
             self.rings[sequence.slot] = row.ring or NO_RING
-        return True
+        return Admission.DONE
 
     def _cached(self, sequence: Sequence, shift: int, prefix: Sequence | None) -> tuple[int, list[int]]:
         """Return how many of the sequence's first tokens are cached, and their blocks.
@@ -88,30 +103,46 @@ class CacheManager:
         group = sequence.group
         if group.row is not None:
             return group.row.find(self.index, sequence.num_known, context_of(group, shift), self.block_tokens)
-        if prefix is None:
-            return 0, []
-        length = len(sequence.prompt) - 1
-        return length, prefix.blocks[: -(-length // self.block_tokens)]
+        blocks = self.prefixes.find(sequence, shift)
+        length = len(blocks) * self.block_tokens
+        if prefix is not None and length < len(sequence.prompt):
+            length = len(sequence.prompt) - 1
+            blocks = prefix.blocks[: -(-length // self.block_tokens)]
+        return length, blocks
 
-    def admit_beams(self, beams: list[Sequence], width: int, shift: int = 0) -> bool:
+    def admit_beams(self, beams: list[Sequence], width: int, shift: int, warm: bool) -> Admission:
         """Assign slots and blocks to all beams of a group, which have the same number of tokens; reserve the
-        rest of `width` slots. They share the full blocks of the prompt, which the first beam computes.
+        rest of `width` slots. They share the full blocks of the prompt, which the first beam computes as far
+        as they are not cached.
 
-        shift: added to the rotary positions. Return False without effect if slots or blocks are missing.
+        Without effect unless the outcome is DONE. shift, warm: see `admit`.
         """
         first, *others = beams
         size = self.block_tokens
         needed = -(-first.num_known // size)
         shared = len(first.prompt) // size if others else 0
-        if self.num_free_slots < width or not self._have(len(beams) * (needed - shared) + shared):
-            return False
+        if self.num_free_slots < width:
+            return Admission.NO_SLOT
+        found = self.prefixes.find(first, shift)[: len(first.prompt) // size]
+        if warm and not found:
+            return Admission.NO_BLOCKS
+        if self.prefixes.is_coming(first, len(found)):
+            return Admission.COMING
+        self.index.share(found)  # from now on they are not evicted
+        if not self._have(len(beams) * (needed - shared) + shared - len(found)):
+            self.index.release(found)
+            return Admission.NO_BLOCKS
         self.reserved += width - len(beams)
-        self._take_slot(first, 0, self.index.allocate(needed), shift)
+        self._take_slot(first, len(found) * size, found + self.index.allocate(needed - len(found)), shift)
+        first.group.admitted(len(found) * size, len(found))
+        self.cached_tokens += len(found) * size
+        self.prefixes.expect(first, len(found))
         for beam in others:
             held = first.blocks[:shared]
             self.index.share(held)
             self._take_slot(beam, shared * size, held + self.index.allocate(needed - shared), shift)
-        return True
+            beam.mask, beam.num_indexed = first.mask, 0
+        return Admission.DONE
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """Assign a reserved slot to a new beam, which shares all of its parent's blocks.
@@ -127,9 +158,12 @@ class CacheManager:
         """Give the child a slot of its own and make it a user of all of its parent's blocks."""
         self.index.share(parent.blocks)
         self._take_slot(child, self.lengths[parent.slot], parent.blocks, self.shifts[parent.slot])
+        child.mask, child.num_indexed = parent.mask, parent.num_indexed
 
     def _have(self, blocks: int) -> bool:
-        """Return whether `count` blocks are free, after eviction of cached blocks if necessary."""
+        """Return whether this number of blocks is free, after eviction of cached blocks if necessary."""
+        if blocks > self.index.num_available:
+            return False
         if blocks > self.index.num_free:
             self.index.evict(blocks - self.index.num_free)
         return blocks <= self.index.num_free
@@ -154,8 +188,35 @@ class CacheManager:
         length, shift = self.lengths.item(sequence.slot), self.shifts.item(sequence.slot)
         return Held(sequence.blocks, length, context_of(sequence.group, shift))
 
-    def release(self, sequence: Sequence) -> None:
-        """Take slot and blocks back. A step in flight may still write them; their next use runs after it."""
+    def index_written(self, sequence: Sequence) -> None:
+        """Index the full blocks of a prompt that the plan in the making writes. Where another sequence has
+        computed the same tokens, its blocks take the place of this sequence's.
+        """
+        first, indexed = self.prefixes.index_written(sequence, self.lengths.item(sequence.slot))
+        own = sequence.blocks[first : first + len(indexed)]
+        if indexed != own:
+            self.index.share(indexed)
+            self.index.release(own)
+            sequence.blocks[first : first + len(indexed)] = indexed
+            self.tables[sequence.slot, first : first + len(indexed)] = indexed
+
+    def ends_in_flight(self, sequence: Sequence) -> bool:
+        """Return whether a full block of the sequence, which enters the index, has tokens whose ids are not
+        known yet.
+        """
+        length, size = self.lengths.item(sequence.slot), self.block_tokens
+        return sequence.group.chain is not None and length // size > sequence.num_known // size
+
+    def forget(self, sequence: Sequence) -> None:
+        """Note that the blocks of a sequence may hold wrong values: nobody finds them any more."""
+        self.prefixes.forget(sequence)
+
+    def release(self, sequence: Sequence, kept: bool = True) -> None:
+        """Take slot and blocks back. A step in flight may still write them; their next use runs after it.
+
+        kept: full blocks without an identity get one before.
+        """
+        self.prefixes.leave(sequence, self.lengths.item(sequence.slot) if kept else 0)
         heapq.heappush(self._free_slots, sequence.slot)
         self.index.release(sequence.blocks)
         if sequence.group.learned is not None and sequence.group.learned.size:
@@ -203,7 +264,7 @@ class CacheManager:
         size = self.block_tokens
         more = min(-(-tokens // size), self.tables.shape[1]) - len(sequence.blocks)
         for _ in range(more):
-            if not self.index.num_free:  # drafts evict nothing
+            if not self._have(1):
                 break
             self._add_blocks(sequence, self.index.allocate(1))
         return min(tokens, len(sequence.blocks) * size)
@@ -240,14 +301,3 @@ class CacheManager:
         held = len(sequence.blocks)
         sequence.blocks += blocks
         self.tables[sequence.slot, held : len(sequence.blocks)] = blocks
-
-
-def context_of(group: SequenceGroup, shift: int) -> Context:
-    """Return what the keys and values of the group's tokens depend on.
-
-    shift: added to their rotary positions.
-    """
-    row, prompt = group.row, -1 if group.learned is None else group.learned.number
-    if row is None:
-        return Context(group.adapter, prompt, shift)
-    return Context(group.adapter, prompt, shift, row.ring, row.salt)

@@ -20,7 +20,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
-from tridecode.backend.engine.cache.block_index import BlockIndex, Context
+from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.block_keys import Context
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.wire.messages import SessionRound, Submit
 
@@ -120,16 +121,16 @@ class SessionRow:
             self.forget(index)
             return
         ids = np.ascontiguousarray(tokens[: self.written], "<i4")
-        parent = index.root(held.context)
+        parent = index.hasher.root(held.context)
         if 0 < self.ring < self.peak:  # every block has the newest tokens at some of its positions
             whole = ids.tobytes() + self.peak.to_bytes(8, "little")
-            (parent,) = index.chain(parent, whole, len(whole))
-            self.keys = index.chain(parent, bytes(-(-self.capacity(self.written) // block_tokens)), 1)
+            (parent,) = index.hasher.chain(parent, whole, len(whole))
+            self.keys = index.hasher.chain(parent, bytes(-(-self.capacity(self.written) // block_tokens)), 1)
             index.insert(parent, self.keys, held.blocks)
             return
         known = len(self.keys)  # identities of full blocks, which the sequence shared
         parent = self.keys[-1] if self.keys else parent
-        keys = index.chain(parent, ids[known * block_tokens :].tobytes(), 4 * block_tokens)
+        keys = index.hasher.chain(parent, ids[known * block_tokens :].tobytes(), 4 * block_tokens)
         index.insert(parent, keys, held.blocks[known:])
         self.keys += keys
 
@@ -178,7 +179,9 @@ class SessionStore:
     @property
     def num_blocks(self) -> int:
         """Return the number of session blocks that no running sequence uses."""
-        return self._index.num_cached
+        index = self._index
+        rows = [row for session in self._sessions.values() for row in session.rows]
+        return sum(not index.users(block) for row in rows for block in index.find(row.keys))
 
     def check(
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]

@@ -23,7 +23,7 @@ class SchedulerLimits:
     model cannot run with a ring (sessions.py); "" if it can. micro_batches: plans in flight over which the
     decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
     1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
-    queue for few slots (prompt_spread.py); 0: no budget.
+    queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py.
     """
 
     num_blocks: int
@@ -42,6 +42,7 @@ class SchedulerLimits:
     ring_fault: str = ""
     micro_batches: int = 1
     spread_tokens: int = 0
+    cache_scope: str = "all"
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Counters:
     refused: int = 0
     resumed: int = 0  # those of `requests` that an engine that is gone had begun
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0  # also outputs that are computed again
     output_tokens: int = 0
     preemptions: int = 0
     cancelled: int = 0

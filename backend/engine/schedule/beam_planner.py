@@ -15,6 +15,7 @@ from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.schedule.beams import BeamSearch
 from tridecode.backend.engine.schedule.rows import Rows, adapters_of, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
+from tridecode.backend.engine.schedule.waiting import Admission
 from tridecode.backend.engine.step.plan import StepPlan
 
 
@@ -41,21 +42,20 @@ class BeamPlanner:
         """Return the beams that decode in the next step."""
         return [sequence for sequence in self.members() if sequence.stage is Stage.DECODE]
 
-    def admit(self, group: SequenceGroup, shift: int) -> bool:
-        """Assign slots and blocks to all beams of a group; return False without effect if that is not
-        possible now. shift: added to their rotary positions.
+    def admit(self, group: SequenceGroup, shift: int, warm: bool) -> Admission:
+        """Assign slots and blocks to all beams of a group, whose rotary positions are shifted by `shift`; see
+        CacheManager.admit_beams.
 
-        That is so if they are not free, or if a step that was launched before the group's preemption is still
-        on the device.
+        They wait while a step that was launched before the group's preemption is still on the device.
         """
         search, beams = group.search, group.sequences
         assert search is not None
         if any(beam.in_flight for beam in beams):
-            return False
-        if not self.cache.admit_beams(beams, search.width, shift):
-            return False
-        self.running.append(group)
-        return True
+            return Admission.NO_SLOT
+        outcome = self.cache.admit_beams(beams, search.width, shift, warm)
+        if outcome is Admission.DONE:
+            self.running.append(group)
+        return outcome
 
     def may_prefill(self, beam: Sequence) -> bool:
         """Return whether earlier plans have computed the blocks that the beam shares."""
@@ -63,8 +63,10 @@ class BeamPlanner:
         shared = len(beam.prompt) // self.cache.block_tokens * self.cache.block_tokens
         return beam is first or int(lengths[first.slot]) >= shared
 
-    def release(self, group: SequenceGroup) -> None:
-        """Release all slots and blocks of a group; its beams and their tokens stay."""
+    def release(self, group: SequenceGroup, damaged: bool = False) -> None:
+        """Release all slots and blocks of a group; its beams and their tokens stay. damaged: the blocks may
+        hold wrong values.
+        """
         search = group.search
         assert search is not None
         search.forget()
@@ -73,7 +75,9 @@ class BeamPlanner:
         self.running.remove(group)
         self.cache.reserved -= search.width - len(group.sequences)
         for sequence in group.sequences:
-            self.cache.release(sequence)
+            if damaged:
+                self.cache.forget(sequence)
+            self.cache.release(sequence, not damaged)
 
     def take_rows(self, beams: list[Sequence]) -> Rows:
         """Return the rows of beams that decode; advance their cache lengths and tokens in flight."""
@@ -100,7 +104,7 @@ class BeamPlanner:
         self.cache.branch(parent, child)
 
     def _drop(self, sequence: Sequence) -> None:
-        self.cache.release(sequence)
+        self.cache.release(sequence, kept=False)
         self.cache.reserved += 1
         sequence.stage = Stage.ENDED
         sequence.group.sequences.remove(sequence)

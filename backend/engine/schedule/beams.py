@@ -179,6 +179,7 @@ class BeamSearch:
             context_embedding=embedding,
             extra=extra,
             queued_s=self.group.take_queued(),
+            cached_tokens=self.group.take_cached(),
             **fields,
         )
 

@@ -40,7 +40,8 @@ class DecodePlanner:
 
     A sequence whose last token is in flight drains: it gives slot and blocks back with the next plan, which
     runs after the step that still uses them. It keeps them for a session, whose blocks get their identity
-    when the answer is known, and for other samples of its prompt, which share them.
+    when the answer is known, for other samples of its prompt, which share them, and if the tokens in flight
+    fill a block, which gets its identity (prefix_cache.py) when they are known.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager):
@@ -288,5 +289,5 @@ class DecodePlanner:
     def _drain(self, sequence: Sequence) -> None:
         """Note that the last token of the sequence is in the plan that is being made."""
         sequence.stage, group = Stage.DRAINING, sequence.group
-        if group.row is None and not group.has_samples:
+        if group.row is None and not group.has_samples and not self._cache.ends_in_flight(sequence):
             self._drained.append(sequence)

@@ -64,12 +64,12 @@ class OutputProcessor:
             if plan.queries and row < plan.num_decodes:
                 self._planner.settle(plan, row, int(plan.samples[row]))
             if row >= plan.num_decodes:
-                if sequence.group.search is None:
+                if sequence.group.search is None and not sequence.group.followers:
                     self._requests.end(sequence, Finish.ERROR, error)
-                else:
-                    self._requests.end_beams(sequence.group, Finish.ERROR, error)
+                else:  # samples that wait for this prompt end with it
+                    self._requests.end_group(sequence.group, Finish.ERROR, error)
             elif sequence.stage is not Stage.WAITING:  # a beam whose group has been preempted already
-                self._planner.preempt(sequence)
+                self._planner.preempt(sequence, abandoned=True)
 
     def _report(self, step: Commit) -> None:
         """Emit what a step has given to sequences besides tokens; end those that it completes."""

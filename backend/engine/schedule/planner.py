@@ -5,13 +5,14 @@ from __future__ import annotations
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule import sequence_outputs
-from tridecode.backend.engine.schedule.admission import Counters, LazyHeap, SchedulerLimits
+from tridecode.backend.engine.schedule.admission import Counters, SchedulerLimits
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner, mark_beams
 from tridecode.backend.engine.schedule.decode_planner import DecodePlanner
 from tridecode.backend.engine.schedule.drafts import Drafter, DraftPlanner
 from tridecode.backend.engine.schedule.prefill_planner import Chunk, PrefillPlanner
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.schedule.step_builder import StepBuilder
+from tridecode.backend.engine.schedule.waiting import WaitingQueue
 from tridecode.backend.engine.step.plan import StepPlan
 
 #: The limit on the tokens of a step in which sequences decode: LLaMA-3-8B on an H200 takes 0.18 s for 8192
@@ -44,7 +45,7 @@ class Planner:
     ):
         prompts = prompts or PromptBook()
         self.limits, self.cache, self.counters = limits, cache, counters
-        self.waiting: LazyHeap[Sequence] = LazyHeap(lambda sequence: sequence.stage is Stage.WAITING)
+        self.waiting = WaitingQueue()
         self.beams = BeamPlanner(cache)
         self._decode = DecodePlanner(limits, cache)
         self._prefill = PrefillPlanner(limits, cache, self.waiting, prompts, self._decode, self.beams)
@@ -65,26 +66,28 @@ class Planner:
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence for admission."""
-        self.waiting.push(sequence.order, sequence)
+        self.waiting.push(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, *, same_token: bool) -> None:
         """Place a new child: it decodes at once if it can share the parent's cache, otherwise it waits."""
         if not self._decode.fork(parent, child, same_token=same_token):
             self.wait(child)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Free the sequence's slot and blocks, if it has any."""
+    def leave(self, sequence: Sequence, damaged: bool = False) -> None:
+        """Free the sequence's slot and blocks, if it has any. damaged: the blocks may hold wrong values."""
         self._decode.without_slot.discard(sequence)
         if sequence.slot >= 0:
-            self.cache.release(sequence)
+            if damaged:
+                self.cache.forget(sequence)
+            self.cache.release(sequence, not damaged)
             if sequence.stage is Stage.PREFILL:
                 self._prefill.remove(sequence)
             else:
                 self._decode.remove(sequence)
 
-    def leave_beams(self, group: SequenceGroup) -> None:
-        """Free the slots and blocks of a group's beams, if they have any."""
-        self.beams.release(group)
+    def leave_beams(self, group: SequenceGroup, damaged: bool = False) -> None:
+        """Free the slots and blocks of a group's beams, if they have any. damaged: see `leave`."""
+        self.beams.release(group, damaged)
         self._prefill.remove_group(group)
 
     def resume(self, sequences: list[Sequence]) -> None:
@@ -97,9 +100,16 @@ class Planner:
         if planned > 1 or plan.context_lens.item(row) < 0:
             self._decode.settle(plan.sequences[row], planned, accepted)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Free the cache of the sequence, or of all beams of its group; it is computed again later."""
+    def preempt(self, sequence: Sequence, abandoned: bool = False) -> None:
+        """Free the cache of the sequence, or of all beams of its group; it is computed again later.
+
+        abandoned: the last plan, which has a decode row of it, has not run.
+        """
         self.counters.preemptions += 1
+        if abandoned:
+            for one in [sequence] if sequence.group.search is None else sequence.group.sequences:
+                if one.slot >= 0:
+                    self.cache.lengths[one.slot] = min(self.cache.lengths[one.slot], one.num_known - 1)
         group = sequence.group
         if group.search is None:
             self.leave(sequence)
@@ -134,6 +144,9 @@ class Planner:
         if beams:
             rows.append(self.beams.take_rows(beams))
         plan = self._builder.build(rows, self._prefill.take_rows(chunks), chunks, starts)
+        for chunk in chunks:
+            self.cache.index_written(chunk.sequence)
+            self.counters.computed_prompt_tokens += chunk.num_tokens
         if extra_outputs:
             sequence_outputs.note_step(plan, chunks)
         if self.beams.running:  # last: the commit of this part may end a request

@@ -8,12 +8,13 @@ import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.prompt_tables.book import PromptBook
-from tridecode.backend.engine.schedule.admission import LazyHeap, SchedulerLimits
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner
 from tridecode.backend.engine.schedule.decode_planner import DecodePlanner
 from tridecode.backend.engine.schedule.prompt_spread import Spread
 from tridecode.backend.engine.schedule.rows import Rows, adapters_of, slot_start, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
+from tridecode.backend.engine.schedule.waiting import Admission, WaitingQueue
 from tridecode.backend.engine.step.plan import SlotStart
 
 #: While sequences queue for slots, free slots stay empty until 1 / HELD_SHARE of all slots are free, or for
@@ -42,7 +43,7 @@ class PrefillPlanner:
         self,
         limits: SchedulerLimits,
         cache: CacheManager,
-        waiting: LazyHeap[Sequence],
+        waiting: WaitingQueue,
         prompts: PromptBook,
         decode: DecodePlanner,
         beams: BeamPlanner,
@@ -131,23 +132,12 @@ class PrefillPlanner:
         return Chunk(sequence, first, min(sequence.prefill - first, budget, max(ring - first, 1)))
 
     def _admit(self) -> Sequence | None:
-        """Return the queue's first sequence with a slot and blocks for its tokens; None if it must wait."""
-        sequence = self._waiting.first()
-        # a preempted sequence waits for its tokens in flight: they are part of what is computed again
-        if sequence is None or sequence.in_flight or not self._prompts.fits(sequence.group):
+        """Return a waiting sequence with a slot and blocks for its tokens; None if all must wait."""
+        sequence = self._waiting.admit(self._attempt)
+        if sequence is None:
             return None
-        group, admitted, shift = sequence.group, [sequence], self._shift(sequence)
-        if group.search is not None:
-            if not self._beams.admit(group, shift):
-                return None
-            admitted = group.sequences
-        else:
-            prefix = self._prefix(sequence, shift) if group.has_samples else None
-            if not self._cache.admit(sequence, shift, prefix):
-                return None
-        self._waiting.pop()
-        group.admitted()
-        for one in admitted:
+        group = sequence.group
+        for one in [sequence] if group.search is None else group.sequences:
             one.stage, one.prefill = Stage.PREFILL, one.num_known
             self._decode.admit(one)
             if group.learned is not None:
@@ -156,6 +146,17 @@ class PrefillPlanner:
                 lengths[one.slot] = self._prompts.admit(one, self._limits.block_tokens, cached)
             self.prefilling.append(one)
         return sequence
+
+    def _attempt(self, sequence: Sequence, warm: bool) -> Admission:
+        """Give a sequence a slot and blocks if possible. warm: see WaitingQueue.admit."""
+        # a preempted sequence waits for its tokens in flight: they are part of what is computed again
+        if sequence.in_flight or not self._prompts.fits(sequence.group):
+            return Admission.NO_SLOT
+        group, shift = sequence.group, self._shift(sequence)
+        if group.search is not None:
+            return self._beams.admit(group, shift, warm)
+        prefix = self._prefix(sequence, shift) if group.has_samples else None
+        return self._cache.admit(sequence, shift, prefix, warm)
 
     def _shift(self, sequence: Sequence) -> int:
         """Return the number that is added to the rotary positions of a sequence that is admitted."""
@@ -192,7 +193,7 @@ class PrefillPlanner:
             return False
         sequence.in_flight += 1
         for follower in sequence.group.followers:
-            self._waiting.push(follower.order, follower)
+            self._waiting.push(follower)
         sequence.group.followers = []
         self._decode.begin(sequence)
         return True

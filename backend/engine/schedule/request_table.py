@@ -113,7 +113,7 @@ class RequestTable:
         tops = sequence.take_top() if sequence.top is not None and tokens else []
         event = Event(
             group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra,
-            queued_s=group.take_queued(),
+            queued_s=group.take_queued(), cached_tokens=group.take_cached(),
         )  # fmt: skip
         self._events.append((group.door, event))
 
@@ -149,7 +149,7 @@ class RequestTable:
             callback(sequence, finish)
         if sequence.group.row is not None:
             self._store_in_session(sequence, sequence.group.row, finish)
-        self._planner.leave(sequence)
+        self._planner.leave(sequence, damaged=finish is Finish.ERROR)
         sequence.stage = Stage.ENDED
         self.num_sequences -= 1
         self.num_extra_outputs -= sequence.extra_outputs is not None
@@ -172,7 +172,7 @@ class RequestTable:
         assert search is not None
         for callback in self.on_end:
             callback(search.first, finish)
-        self._planner.leave_beams(group)
+        self._planner.leave_beams(group, damaged=finish is Finish.ERROR)
         for sequence in group.sequences:
             sequence.stage = Stage.ENDED
         group.sequences.clear()

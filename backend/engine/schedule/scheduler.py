@@ -10,6 +10,7 @@ them at most. Rows of sequences that ended in the meantime are dropped when thei
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from tridecode.backend.base.errors import RequestCancelled, RequestError, TridecodeError
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.cache.cache_manager import CacheManager
+from tridecode.backend.engine.cache.prompt_keys import PromptHasher, PromptKeys
 from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
 from tridecode.backend.engine.parts.adapters import drop_adapters
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
@@ -61,6 +63,9 @@ class Scheduler:
         self.counters = Counters()
         self.adapters = Adapters() if adapters is None else adapters
         self.cache = CacheManager(limits)
+        self.prompt_hasher = PromptHasher(
+            self.cache.index.hasher, limits.block_tokens, limits.cache_scope, limits.max_sequence_tokens
+        )
         self.sessions = SessionStore(self.cache.index, limits, clock)
         self.prompts = PromptBook() if prompts is None else prompts
         self.planner = Planner(limits, self.cache, self.counters, self.prompts)
@@ -94,15 +99,18 @@ class Scheduler:
         adapters = self.adapters
         return self.has_work and (self.requests.num_groups > adapters.num_waiting or adapters.has_news)
 
-    def submit(self, door: bytes, submit: Submit) -> None:
-        """Accept a request whole, or raise RequestError or CapacityError and keep nothing of it."""
+    def submit(self, door: bytes, submit: Submit, keys: Items[PromptKeys | None] | None = None) -> None:
+        """Accept a request whole, or raise RequestError or CapacityError and keep nothing of it.
+
+        keys: what self.prompt_hasher returns for the request, if another thread has computed it.
+        """
         try:
-            self._accept(door, submit)
+            self._accept(door, submit, keys)
         except TridecodeError:
             self.counters.refused += 1
             raise
 
-    def _accept(self, door: bytes, submit: Submit) -> None:
+    def _accept(self, door: bytes, submit: Submit, keys: Items[PromptKeys | None] | None) -> None:
         key = (door, submit.request)
         if key in self.requests:
             raise RequestError(f"request {submit.request} is already running")
@@ -141,6 +149,8 @@ class Scheduler:
             self.sessions.open(door, submit, session)
             for group, row in zip(groups, rows):
                 group.session, group.row = submit.session.session, row
+        for group, chain in zip(groups, self.prompt_hasher.keys(submit) if keys is None else keys):
+            group.chain = chain
         self.requests.add(key, groups)
         self._arrivals += count
         self.counters.requests += 1

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError, TridecodeError
+from tridecode.backend.engine.cache.prompt_keys import PromptKeys
 from tridecode.backend.engine.cache.sessions import SessionRow
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
@@ -93,16 +94,31 @@ class SequenceGroup:
     search: Search | None = None  # set for a beam search; `sequences` are the beams that run
     arrived: float = field(default_factory=time.monotonic)
     queued_s: float = 0.0  # until its first admission; 0.0 before it, and after an event has reported it
+    chain: PromptKeys | None = None  # None: it neither uses nor fills the prefix index
+    cached_tokens: int = 0  # of the prompt, found at its first admission; 0 after an event has reported it
 
-    def admitted(self) -> None:
-        """Note that a slot and blocks are assigned; only the first time counts."""
+    def admitted(self, cached_tokens: int, cached_blocks: int) -> None:
+        """Note that a slot and blocks are assigned, of them these found in the cache; only the first time
+        counts.
+        """
         if self.arrived:
             self.queued_s, self.arrived = time.monotonic() - self.arrived, 0.0
+            self.cached_tokens = min(cached_tokens, len(self.prompt))
+            extra = self.sequences[0].extra_outputs
+            if extra is not None:
+                extra.reused = cached_blocks
 
     def take_queued(self) -> float:
         """Return the seconds in the queue, for the first event after the admission; 0.0 for later ones."""
         queued_s, self.queued_s = self.queued_s, 0.0
         return queued_s
+
+    def take_cached(self) -> int:
+        """Return the prompt tokens found in the cache, for the first event after the admission; 0 for later
+        ones.
+        """
+        cached_tokens, self.cached_tokens = self.cached_tokens, 0
+        return cached_tokens
 
 
 @dataclass(eq=False)
@@ -131,6 +147,9 @@ class Sequence:
     embedding: PromptEmbedding | None = None
     top: TopLogProbs | None = None  # of the token that is committed now
     extra_outputs: ExtraOutputs | None = None  # set if it wants logits or metrics
+    mask: bytes = b""  # of its context (block_keys.py), since its admission
+    num_indexed: int = 0  # leading blocks that have an identity
+    overtaken: int = 0  # number of sequences behind it that were admitted before it
 
     def __post_init__(self) -> None:
         self.prompt = self.group.prompt

@@ -59,6 +59,9 @@ MEANINGS: dict[str, Meaning] = {
     "priority": Meaning("order among waiting requests; smaller is sooner", "0"),
     "timeout_s": Meaning("deadline in seconds, after which the request ends with 504", "none"),
     "request_id": Meaning("name of the request in the log, and the header `x-request-id`", "a new one"),
+    "cache": Meaning("prefix cache; write: compute the whole prompt; off: neither use nor fill it", '"on"'),
+    "cache_salt": Meaning("only requests with the same salt share cached prefixes; 256 bytes at most", '""'),
+    "skip_reading_prefix_cache": Meaning("as `cache` with the value write", "false"),
     # completions
     "prompt": Meaning("a text, a list of texts, token ids, or a list of lists of token ids", _REQUIRED),
     "CompletionRequest.logprobs": Meaning(

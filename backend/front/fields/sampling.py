@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +58,9 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = None
     timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
     request_id: str | None = None
+    cache: Literal["on", "write", "off"] | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     # accepted without effect: see NO_EFFECT
     user: Any = None

@@ -136,7 +136,9 @@ READY = _engine("ready", GAUGE, "1 while the engine sends heartbeats, 0 while it
 #: field of EngineBeat -> its metric
 BEAT_METRICS = {
     "running": _engine("running", GAUGE, "Batch slots in use: sequences that the engine computes"),
-    "free_blocks": _engine("free_blocks", GAUGE, "Blocks of the KV cache that are free"),
+    "free_blocks": _engine(
+        "free_blocks", GAUGE, "Blocks of the KV cache that no sequence uses; they may be cached"
+    ),
     "total_blocks": _engine("blocks", GAUGE, "Blocks of the KV cache"),
     "epoch": _engine("epoch", GAUGE, "Number of the running engine: 1 for the first, one more per rebuild"),
     "steps": _engine("steps", COUNTER, "Steps of the model, each of one token per decoding sequence"),
@@ -149,6 +151,22 @@ ENGINE_METRICS = {
         "refused", COUNTER, "Requests that the engine refused: no room, or a value out of range"
     ),
     "prompt_tokens": _engine("prompt_tokens", COUNTER, "Prompt tokens of the accepted requests"),
+    "computed_prompt_tokens": _engine(
+        "computed_prompt_tokens", COUNTER, "Tokens that prefill computed; also outputs, after a preemption"
+    ),
+    "cached_prompt_tokens": _engine(
+        "cached_prompt_tokens",
+        COUNTER,
+        "Tokens that prefill did not compute, because their keys and values were cached, by place",
+        "tier",
+    ),
+    "cache_blocks": _engine(
+        "cache_blocks",
+        GAUGE,
+        "Blocks of the KV cache by state: used by a sequence, cached for later requests, free",
+        "state",
+    ),
+    "evicted_blocks": _engine("evicted_blocks", COUNTER, "Cached blocks that made room for others"),
     "output_tokens": _engine("output_tokens", COUNTER, "Tokens that the engine generated"),
     "preemptions": _engine(
         "preemptions", COUNTER, "Sequences that gave their cache blocks back and are computed again"

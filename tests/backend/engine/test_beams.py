@@ -374,7 +374,7 @@ def test_a_request_that_is_ended_gives_all_back_and_ends_once(params, count, ste
         (group,) = run.scheduler.requests.of_request((DOOR, 1))  # as where its adapter cannot be loaded
         run.scheduler.requests.end_group(group, Finish.ERROR, CapacityError("the end"))
     cache = run.scheduler.cache
-    assert (cache.index.num_free, cache.reserved, cache.num_free_slots) == (40, 0, 4)
+    assert (cache.index.num_available, cache.reserved, cache.num_free_slots) == (40, 0, 4)
     run.take(run.scheduler.take_events())
     run.finish()  # what was in flight is dropped
     assert [run.ends[1, i][0].finish for i in range(count)] == [how] * count

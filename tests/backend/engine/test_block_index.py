@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tridecode.backend.engine.cache.block_index import BlockIndex, Context
+from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.block_keys import Context
 
 _BLOCKS = 12
 _SIZE = 2  # bytes of ids that a block has in these tests
@@ -32,7 +33,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def keys(self, context: Context, tokens: bytes) -> tuple[list[tuple], list[bytes]]:
         named = [(context, tokens[: end + _SIZE]) for end in range(0, len(tokens), _SIZE)]
-        return named, self.index.chain(self.index.root(context), tokens, _SIZE)
+        return named, self.index.hasher.chain(self.index.hasher.root(context), tokens, _SIZE)
 
     def used(self) -> Counter:
         return Counter(block for holder in self.holders for block in holder)
@@ -85,7 +86,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.share(found)
         blocks = found + self.index.allocate(len(names) - known)
-        self.index.insert(self.index.root(context), keys, blocks)
+        self.index.insert(self.index.hasher.root(context), keys, blocks)
         self.indexed.update(zip(names, blocks))
         self.holders.append(blocks)
         if release:
@@ -98,7 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
         if len(names) > self.index.num_free:
             return
         blocks = self.index.allocate(len(names))
-        self.index.insert(self.index.root(context), keys, blocks)
+        self.index.insert(self.index.hasher.root(context), keys, blocks)
         for name, block in zip(names, blocks):
             self.indexed.setdefault(name, block)
         self.holders.append(blocks)
@@ -188,7 +189,7 @@ def test_a_free_block_is_not_shared() -> None:
 def test_a_free_block_is_not_indexed() -> None:
     index = BlockIndex(2)
     with pytest.raises(AssertionError, match="is not in use"):
-        index.insert(index.root(Context()), [b"key"], [0])
+        index.insert(index.hasher.root(Context()), [b"key"], [0])
 
 
 context_values = st.builds(
@@ -207,8 +208,8 @@ def test_an_identity_separates_all_that_the_values_depend_on(
 ) -> None:
     """Adapters, tables, shifts, rings and salts; and tokens, which all of the chain before a block has."""
     index = BlockIndex(1)
-    keys = index.chain(index.root(first), some, _SIZE)
-    others = index.chain(index.root(second), other, _SIZE)
+    keys = index.hasher.chain(index.hasher.root(first), some, _SIZE)
+    others = index.hasher.chain(index.hasher.root(second), other, _SIZE)
     common = 0
     if first == second:
         ends = range(_SIZE, len(some) + _SIZE, _SIZE)
@@ -220,14 +221,14 @@ def test_an_identity_separates_all_that_the_values_depend_on(
 
 def test_the_hash_is_another_one_in_every_index() -> None:
     """So that no request can be made to meet the identity of another's block."""
-    assert BlockIndex(1).root(Context()) != BlockIndex(1).root(Context())
+    assert BlockIndex(1).hasher.root(Context()) != BlockIndex(1).hasher.root(Context())
 
 
 def test_the_order_of_eviction_does_not_grow_with_use() -> None:
     index = BlockIndex(4)
-    root = index.root(Context())
+    root = index.hasher.root(Context())
     blocks = index.allocate(2)
-    index.insert(root, index.chain(root, b"abc", _SIZE), blocks)
+    index.insert(root, index.hasher.chain(root, b"abc", _SIZE), blocks)
     for _ in range(5000):
         index.release(blocks)
         index.share(blocks)

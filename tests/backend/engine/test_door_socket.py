@@ -8,15 +8,19 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
 from tests.fake_engine import LIMITS
 from tests.waiting import wait_until
 from tridecode.backend.engine import door_socket
+from tridecode.backend.engine.cache.block_keys import BlockHasher
+from tridecode.backend.engine.cache.prompt_keys import HashedSubmit, PromptHasher
 from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.wire import messages as m
 
@@ -86,6 +90,31 @@ def arrived(doors: DoorSocket, kind: type) -> list:
 
     wait_until(some, what=kind.__name__)
     return found
+
+
+def test_prompts_are_hashed_in_the_thread_in_which_they_arrive(endpoint, connect):
+    threads = set()
+
+    class Hasher(PromptHasher):
+        def keys(self, submit):
+            threads.add(threading.current_thread().name)
+            return super().keys(submit)
+
+    doors = DoorSocket(
+        endpoint, 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0), hasher=Hasher(BlockHasher(), 4, "all", 100)
+    )
+    try:
+        door = connect()
+        door.hello()
+        prompt = np.arange(11, dtype=np.int32).tobytes()
+        off = m.SequenceRequest(prompt, m.SamplingParams(cache="off"))
+        door.say(m.Submit(1, [m.SequenceRequest(prompt), off, m.SequenceRequest(b"\1\2\3")]))
+        (hashed,) = arrived(doors, HashedSubmit)
+    finally:
+        doors.close()
+    assert hashed.submit.request == 1 and threads == {"doors"}
+    first, second, odd = hashed.keys
+    assert len(first.keys) == 2 and second is None and odd.keys == []
 
 
 def test_a_door_without_hello_gets_unknown(doors, connect):

@@ -83,7 +83,7 @@ def test_verified_rows_give_transformers_tokens(make, needs_token: bool, depth: 
     assert sum(source.counts) > 20 and steps < 3 * NEW
     assert (source.ahead > 5) == (depth > 1 and not needs_token)
     index = offline.scheduler.cache.index
-    assert index.num_free == index.num_blocks, "blocks leaked"
+    assert index.num_available == index.num_blocks, "blocks leaked"
 
 
 #: rules that count the tokens before, so that a row's tokens change what follows them

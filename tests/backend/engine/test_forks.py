@@ -141,12 +141,12 @@ def test_a_fork_shares_its_blocks_until_one_of_the_two_writes() -> None:
     held = list(parent.blocks)
     child = run.scheduler.fork(parent, 1)
     assert child.stage is Stage.DECODE and child.blocks == held
-    assert run.scheduler.cache.index.num_free == 12 - 3
+    assert run.scheduler.cache.index.num_available == 12 - 3
     slot_copies, block_copies = copies_of(run)
     assert slot_copies == [(parent.slot, child.slot)]
     assert [source for source, _ in block_copies] == [held[2]]
     assert parent.blocks[:2] == child.blocks[:2] == held[:2] and parent.blocks[2] != child.blocks[2]
-    assert run.scheduler.cache.index.num_free == 12 - 4
+    assert run.scheduler.cache.index.num_available == 12 - 4
     assert copies_of(run) == ([], [])
     run.finish()
     assert run.tokens[1, 0] == expected(PROMPT, 20) == run.tokens[1, 0][:6] + run.tokens[1, 1]
@@ -198,7 +198,7 @@ def test_the_copy_of_a_block_is_dropped_when_the_fork_is_preempted_for_it() -> N
     run.step()
     _, parent = run.open()
     child = run.scheduler.fork(parent, 1)
-    assert run.scheduler.cache.index.num_free == 1
+    assert run.scheduler.cache.index.num_available == 1
     assert copies_of(run) == ([], []) and child.stage is Stage.WAITING
     run.finish()
     assert run.tokens[2, 0] == expected(PROMPT, 10) == run.tokens[2, 0][:2] + run.tokens[2, 1]
@@ -270,7 +270,7 @@ def test_a_cancelled_request_ends_its_forks_and_frees_their_blocks() -> None:
     run = Run(limits())
     run.scheduler.fork(decoding(run, steps=3), 1)
     run.scheduler.cancel(DOOR, 1)
-    assert run.scheduler.cache.index.num_free == 12 and not run.scheduler.has_work
+    assert run.scheduler.cache.index.num_available == 12 and not run.scheduler.has_work
     run.take(run.scheduler.take_events())
     assert [run.ends[1, index][0].finish for index in (0, 1)] == ["cancelled", "cancelled"]
     assert run.scheduler.counters.cancelled == 2

@@ -156,10 +156,11 @@ class SessionRun(Run):
             self.step()
 
     def check_blocks(self) -> None:
-        """Every block is free, a sequence's or a session's."""
-        held = self.scheduler.sessions.num_blocks + sum(len(sequence.blocks) for sequence in self.open())
+        """Every block is free, a sequence's or cached; among the cached ones are those of sessions."""
+        used = {block for sequence in self.open() for block in sequence.blocks}
         pool = self.scheduler.cache.index
-        assert pool.num_free + held == pool.num_blocks
+        assert pool.num_free + pool.num_cached + len(used) == pool.num_blocks
+        assert self.scheduler.sessions.num_blocks <= pool.num_cached
 
 
 both_orders = pytest.mark.parametrize("overlap", [False, True, "stages"], ids=["plain", "overlap", "stages"])

@@ -32,7 +32,7 @@ def prompt_tokens(run: Run, steps: int = 1000) -> list[int]:
 def load(**changes) -> Run:
     run = Run(limits(num_blocks=40, max_step_tokens=100, **changes), overlap=True)
     for request in range(24):
-        run.submit(request, [request % 7 + 1] * 8, max_tokens=4)
+        run.submit(request, [request % 7 + 1] * 8, max_tokens=4, cache="off")
     return run
 
 
@@ -52,7 +52,7 @@ def test_spread_sequences_have_their_own_tokens() -> None:
 def test_prompts_that_all_have_a_slot_are_not_spread() -> None:
     run = Run(limits(num_blocks=40, max_step_tokens=100, spread_tokens=8))
     for request in range(4):
-        run.submit(request, [1] * 8, max_tokens=2)
+        run.submit(request, [1] * 8, max_tokens=2, cache="off")
     run.step()
     assert run.scheduler.num_running == 4
 
@@ -60,7 +60,7 @@ def test_prompts_that_all_have_a_slot_are_not_spread() -> None:
 def test_many_slots_are_filled_at_once() -> None:
     run = Run(limits(num_blocks=400, max_sequences=65, max_step_tokens=2000, spread_tokens=8))
     for request in range(100):
-        run.submit(request, [1] * 8, max_tokens=2)
+        run.submit(request, [1] * 8, max_tokens=2, cache="off")
     run.step()
     assert run.scheduler.num_running == 65
 

@@ -248,10 +248,12 @@ class Run:
         """Run like the engine's loop: one step ahead of the results if overlap is set, and with
         micro-batches as many plans in flight."""
         depth = max(self.scheduler.limits.micro_batches, 2 if self.overlap else 1)
+        index = self.scheduler.cache.index
+        before, evictions = list(index._keys), index.evictions
         plan = self.scheduler.plan()
         self.take(self.scheduler.take_events())
         if plan is not None:
-            self._check_written(plan)
+            self._check_written(plan, before if index.evictions == evictions else None)
             self._check_in_flight(plan)
             self.pending.append((plan, self.device.run(plan)))
         if plan is None or len(self.pending) >= depth:
@@ -289,7 +291,9 @@ class Run:
                 break
             self.step()
         assert not self.scheduler.has_work
-        assert self.scheduler.cache.index.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
+        index = self.scheduler.cache.index
+        assert index.num_available == self.scheduler.limits.num_blocks, "blocks leaked"
+        assert not self.scheduler.cache.prefixes._coming, "blocks are expected that nobody computes"
         assert self.scheduler.num_running == 0, "slots leaked"
 
     def check_holders(self) -> None:
@@ -300,16 +304,17 @@ class Run:
         holders = Counter(block for sequence in running for block in sequence.blocks)
         blocks = range(cache.index.num_blocks)
         assert [cache.index.users(block) for block in blocks] == [holders[block] for block in blocks]
-        assert cache.index.num_free == len(blocks) - len(holders)
+        assert cache.index.num_available == len(blocks) - len(holders)
         assert len({sequence.slot for sequence in running}) == len(running)
         assert len(running) + cache.reserved == self.scheduler.num_running
         for sequence in running:
             assert cache.tables[sequence.slot, : len(sequence.blocks)].tolist() == sequence.blocks
 
-    def _check_written(self, plan: StepPlan) -> None:
+    def _check_written(self, plan: StepPlan, before: list[bytes | None] | None) -> None:
+        """before: the identities of all blocks before the plan was made; None if that has evicted some."""
         pool, size = self.scheduler.cache.index, self.scheduler.limits.block_tokens
         for _, block in (plan.part(Forks) or Forks()).blocks:
-            assert pool.users(block) == 1, f"block {block} is copied to while {pool.users(block)} hold it"
+            assert pool.users(block) < 2, f"block {block} is copied to while {pool.users(block)} hold it"
         for row, sequence in enumerate(plan.sequences):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]
             beams = sequence.group.sequences
@@ -318,5 +323,12 @@ class Run:
                 holders = 1
                 if row >= plan.num_decodes and sequence is beams[0]:  # the others wait until it is written
                     holders = sum(block in beam.blocks for beam in beams)
-                users = pool.users(block)
+                users, key = pool.users(block), pool._keys[block]
+                if key is not None and before is not None:
+                    assert key != before[block], f"the indexed block {block} is written again"
+                if key is not None and users > 1:  # others of this plan have computed the same tokens
+                    continue
+                if users == 0:
+                    assert block not in sequence.blocks, "a block is written that its sequence has given back"
+                    continue
                 assert users == holders, f"block {block} is written while {users} hold it"

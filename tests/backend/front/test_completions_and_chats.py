@@ -145,8 +145,27 @@ def test_sampling_fields_reach_the_engine(front: Front, engine: FakeEngine) -> N
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
     assert (params.seed, params.min_tokens, params.presence_penalty, submit.priority) == (3, 2, 2.0, -3)
     assert params.end_ids == [2, 9] and not params.count_prompt
-    front.post("/v1/completions", {"prompt": "x", "temperature": 0})
-    assert engine.submits[-1].sequences[0].params.top_k == 1
+    assert (params.cache, params.cache_salt) == ("on", "")
+    front.post("/v1/completions", {"prompt": "x", "temperature": 0, "cache": "off", "cache_salt": "mine"})
+    params = engine.submits[-1].sequences[0].params
+    assert (params.top_k, params.cache, params.cache_salt) == (1, "off", "mine")
+    front.post("/v1/completions", {"prompt": "x", "skip_reading_prefix_cache": True})
+    assert engine.submits[-1].sequences[0].params.cache == "write"
+
+
+def test_the_usage_has_the_cached_tokens_of_each_prompt_once(front: Front, engine: FakeEngine) -> None:
+    engine.cached_tokens = 2
+    try:
+        body = {"prompt": ["When?", "Where?"], "n": 2, "max_tokens": 3, "seed": 1}
+        whole = front.post("/v1/completions", body).json()["usage"]
+        stream = front.openai.completions.create(
+            model="toy", prompt="When?", max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )
+        last = list(stream)[-1].usage
+    finally:
+        engine.cached_tokens = 0
+    assert whole["prompt_tokens_details"]["cached_tokens"] == 8 // 2
+    assert last.prompt_tokens_details.cached_tokens == 2
 
 
 #: body -> param, code, part of the message
@@ -156,6 +175,8 @@ BAD = [
     ({"prompt": "a", "stream_options": {"include_usag": True}}, "stream_options.include_usag",
      "unknown_parameter", "did you mean include_usage?"),
     ({"prompt": "a", "temperature": -1}, "temperature", "invalid_type", "is -1; wanted a number >= 0.0"),
+    ({"prompt": "a", "cache": "never"}, "cache", "invalid_type", "cache"),
+    ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt", "invalid_value", "257 bytes; wanted 256"),
     ({"prompt": "a", "max_tokens": 5000}, "prompt", "context_length_exceeded", "accepts 512 in all"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter", "not implement"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter",

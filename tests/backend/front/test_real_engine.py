@@ -62,6 +62,25 @@ def test_greedy_texts_are_those_of_transformers(front: Front, wanted: tuple) -> 
     assert joined(chunks) == text
 
 
+def test_a_prompt_that_was_seen_is_not_computed_again(front: Front, wanted: tuple) -> None:
+    """Blocks have 32 tokens. The salt separates this test from all others."""
+    prompt = [wanted[0][i % len(wanted[0])] for i in range(70)]
+
+    def ask(**fields) -> tuple[str, int]:
+        body = {"model": "hf", "prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
+        found = front.openai.completions.create(
+            extra_body={name: body.pop(name) for name in ("cache", "cache_salt") if name in body}, **body
+        )
+        return found.choices[0].text, found.usage.prompt_tokens_details.cached_tokens
+
+    text, cached = ask(cache_salt="this test")
+    assert cached == 0
+    assert ask(cache_salt="this test") == (text, 64)
+    assert ask(cache_salt="this test", cache="off") == (text, 0)
+    assert ask(cache_salt="this test", cache="write") == (text, 0)
+    assert ask(cache_salt="this test, another") == (text, 0)
+
+
 def test_samples_of_a_seed_are_the_same_each_time(front: Front) -> None:
     asked = {"model": "hf", "prompt": PROMPT, "max_tokens": 16, "seed": 11, "n": 3}
     first, second = (front.openai.completions.create(**asked) for _ in range(2))

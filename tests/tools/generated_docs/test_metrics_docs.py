@@ -29,7 +29,7 @@ def test_every_value_of_the_heartbeat_has_a_metric():
     sources = [Path(str(module.__file__)).read_text() for module in (loop, shadow)]
     names = {field.name for field in fields(Counters)}
     block = re.search(r"status\.metrics = \{(.*?)\n        \}", sources[0], re.DOTALL)
-    names |= set(re.findall(r'"(\w+)":', block[1]))
+    names |= set(re.findall(r'"(\w+)":', block[1])) | set(re.findall(r"'(\w+)\{", block[1]))
     names |= set(re.findall(r"[\"'](shadow_\w+?)(?=[\"'{])", sources[1]))
     names = {name.removesuffix("_per_token") for name in names} - {row.name for row in fields(EngineConfig)}
     assert names - REPEATED == set(ENGINE_METRICS)

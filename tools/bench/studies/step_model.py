@@ -80,9 +80,11 @@ def simulate(
     max_step_tokens: int = 8192,
     spread_tokens: int = 0,
     arrivals: Sequence[float] | None = None,
+    cache_scope: str = "none",
 ) -> Outcome:
     """The load through a Scheduler with `slots` slots and cache for all of them. spread_tokens: of
-    SchedulerLimits. arrivals: seconds; None: all requests at once.
+    SchedulerLimits. arrivals: seconds; None: all requests at once. cache_scope: "all": equal beginnings of
+    prompts are computed once.
     """
     longest = max(len(prompt) + output for prompt, output in zip(prompts, outputs))
     limits = SchedulerLimits(
@@ -95,6 +97,7 @@ def simulate(
         vocab_size=max(map(max, prompts)) + 1,
         request_timeout_s=1e9,
         spread_tokens=spread_tokens,
+        cache_scope=cache_scope,
     )
     return _Run(Scheduler(limits, lambda: 0.0), cost).all_of(
         prompts, outputs, arrivals or [0.0] * len(prompts)

@@ -1,0 +1,133 @@
+"""Reuse of blocks between requests: which blocks a sequence finds, and which it adds. Host only, no torch.
+
+A full block gets its identity with the plan that writes it: later plans run after that one, so they may read
+it. Blocks of answers get theirs when the sequence gives them back, by its end or by a preemption. Rings and
+rounds of sessions (sessions.py) are outside, and so are requests with a prompt table of their own, whose
+blocks are cleared when they are released.
+"""
+
+from __future__ import annotations
+
+from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.block_keys import Context, masked
+from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
+
+
+class PrefixCache:
+    """The scheduler's side of the index. Sequence.num_indexed counts the leading blocks of a sequence that
+    have an identity; Sequence.mask is that of its context, since its admission.
+    """
+
+    def __init__(self, index: BlockIndex, block_tokens: int):
+        self._index, self._size = index, block_tokens
+        self._coming: dict[bytes, Sequence] = {}  # identities of blocks that running prompts will write
+
+    def find(self, sequence: Sequence, shift: int) -> list[int]:
+        """Return the cached full blocks with which the sequence begins; its last token is never among them.
+
+        shift: added to its rotary positions.
+        """
+        group = sequence.group
+        sequence.mask = self._index.hasher.mask(context_of(group, shift))
+        if group.chain is None or not group.chain.reads:
+            return []
+        blocks = min(sequence.num_known - 1, _first_needed(sequence)) // self._size
+        found = self._index.find(self._keys(sequence, 0, blocks))
+        learned = group.learned
+        if learned is not None and learned.is_prefix and len(found) * self._size < learned.rows:
+            return []  # the prefix is copied as a whole
+        return found
+
+    def is_coming(self, sequence: Sequence, found: int) -> bool:
+        """Return whether a running prompt will write the block behind the first `found` ones of a sequence
+        that looks for blocks.
+        """
+        if not self._coming or found >= min(sequence.num_known - 1, _first_needed(sequence)) // self._size:
+            return False
+        chain = sequence.group.chain
+        if chain is None or not chain.reads:
+            return False
+        return self._keys(sequence, found, found + 1)[0] in self._coming
+
+    def expect(self, sequence: Sequence, found: int) -> None:
+        """Note that an admitted sequence, which has found its first `found` blocks, will write the others of
+        its prompt.
+        """
+        sequence.num_indexed = found
+        chain = sequence.group.chain
+        if chain is not None:
+            for key in self._keys(sequence, found, len(chain.keys)):
+                self._coming.setdefault(key, sequence)
+
+    def index_written(self, sequence: Sequence, length: int) -> tuple[int, list[int]]:
+        """Index the full blocks of a sequence whose first `length` tokens are in the cache once the planned
+        steps have run. Return the number of blocks before them, and the blocks that have their identities:
+        where another sequence has computed the same tokens, these are its blocks.
+        """
+        first, full = sequence.num_indexed, min(length, sequence.num_known) // self._size
+        if sequence.group.chain is None or full <= first:
+            return first, []
+        keys = self._keys(sequence, max(first - 1, 0), full)
+        parent = keys.pop(0) if first else b""
+        if first and not self._index.is_indexed(parent):  # a failed sequence shared it
+            sequence.num_indexed = 0
+            return self.index_written(sequence, length)
+        self._arrive(sequence, keys)
+        sequence.num_indexed = full
+        return first, self._index.insert(parent, keys, sequence.blocks[first:full])
+
+    def leave(self, sequence: Sequence, length: int) -> None:
+        """Index the blocks of the first `length` tokens of a sequence that is about to release them."""
+        if sequence.group.chain is None:
+            return
+        if sequence.unsettled:  # `length` is an upper bound
+            length = min(length, sequence.num_known - 1)
+        self.index_written(sequence, length)
+        self._arrive(sequence, self._keys(sequence, sequence.num_indexed, len(sequence.group.chain.keys)))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove the identities of a sequence's blocks, which may hold wrong values, unless an indexed block
+        follows.
+        """
+        if sequence.group.chain is not None:
+            self._index.forget(sequence.blocks[: sequence.num_indexed])
+            self._arrive(sequence, self._keys(sequence, 0, len(sequence.group.chain.keys)))
+
+    def _arrive(self, sequence: Sequence, keys: list[bytes]) -> None:
+        """Expect blocks no longer from this sequence."""
+        coming = self._coming
+        if coming:
+            for key in keys:
+                if coming.get(key) is sequence:
+                    del coming[key]
+
+    def _keys(self, sequence: Sequence, first: int, last: int) -> list[bytes]:
+        """Return the identities of the full blocks first .. last - 1 of a sequence's known tokens."""
+        chain, size = sequence.group.chain, self._size
+        assert chain is not None
+        keys = chain.keys
+        if last > len(keys):
+            ids = sequence.known_tokens()[len(keys) * size : last * size].astype("<i4").tobytes()
+            keys = keys + self._index.hasher.chain(keys[-1] if keys else chain.root, ids, 4 * size)
+        return masked(keys[first:last], sequence.mask)
+
+
+def context_of(group: SequenceGroup, shift: int) -> Context:
+    """Return what the keys and values of the group's tokens depend on. shift: added to rotary positions.
+
+    The salt is that of a session's row; that of a request is in the root of its chain.
+    """
+    row, prompt = group.row, -1 if group.learned is None else group.learned.number
+    if row is None:
+        return Context(group.adapter, prompt, shift)
+    return Context(group.adapter, prompt, shift, row.ring, row.salt)
+
+
+def _first_needed(sequence: Sequence) -> int:
+    """Return the first position that must be computed because the request wants results of it."""
+    params, extra = sequence.params, sequence.extra_outputs
+    if sequence.embedding is not None:
+        return len(sequence.prompt) - 1 if sequence.embedding.pooling == "last" else 0
+    if extra is not None and (params.return_context_logits or params.return_context_log_prob):
+        return extra.planned if extra.planned < len(sequence.prompt) else sequence.num_known
+    return sequence.num_known
