@@ -73,6 +73,7 @@ class FrontProcess:
         self._start_at = now + FIND_S if follows else now
         self._started_at = now
         self._pause = 0.0
+        self._waker = processes.Waker()
 
     def want(self, options: FrontOptions) -> None:
         """Take the newest settings; a service that runs with others is ended, and started again."""
@@ -93,6 +94,10 @@ class FrontProcess:
         """Start the service if it is enabled and not running."""
         if self._process is not None and not processes.alive(self._process):
             self._bury(now)
+        if self._process is not None and self._waker.look(self._process.pid, now):
+            _log.warning(
+                "the OpenAI service (pid %d) was stopped by a signal; it is continued", self._process.pid
+            )
         if self._process is None and self._options.port and now >= self._start_at:
             self._start(now)
 
@@ -124,6 +129,7 @@ class FrontProcess:
         if self._process is None:
             return
         processes.kill(self._process, signal.SIGTERM)
+        processes.kill(self._process, signal.SIGCONT)  # a stopped one would not notice
         deadline = time.monotonic() + STOP_S
         while self._lives() and time.monotonic() < deadline:
             time.sleep(0.02)

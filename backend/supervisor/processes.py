@@ -5,6 +5,7 @@ Reads only /proc (Linux) and imports none of our modules, so a door may use it a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -16,6 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # flag of an exiting task in the kernel's task flags
 _libc = ctypes.CDLL(None, use_errno=True)
 
+STOPPED_S = 3.0  # Waker continues a process that a signal has stopped for so long
 STATE_WORDS = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -139,3 +141,27 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Waker:
+    """Continues a process that a signal has stopped for STOPPED_S: its requests pause instead of hanging.
+
+    Times are monotonic seconds that the caller gives.
+    """
+
+    def __init__(self) -> None:
+        self._stopped_at: float | None = None
+
+    def look(self, pid: int, now: float) -> bool:
+        """Return whether the process has just been continued."""
+        if state(pid) != "T":
+            self._stopped_at = None
+            return False
+        if self._stopped_at is None:
+            self._stopped_at = now
+        if now - self._stopped_at < STOPPED_S:
+            return False
+        self._stopped_at = None
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+        return True

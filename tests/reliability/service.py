@@ -198,6 +198,10 @@ def _role(line: list[str], pid: int) -> str:
         return "serve"
     if "tridecode.tools.serve.guard" in line:
         return "guard"
+    if "tridecode.backend.front" in line:
+        return "front"
+    if "tridecode.backend.front.process.worker" in line:
+        return "front:" + line[line.index("tridecode.backend.front.process.worker") + 1]
     if "tridecode.backend.supervisor" in line:
         return "supervisor"
     if "tridecode.backend.engine" in line and "--rank" in line:

@@ -22,11 +22,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.reliability import faults, fuzz, load
+from tests.reliability.front import faults as front_faults
+from tests.reliability.front.fuzz import FrontFuzz
+from tests.reliability.front.fuzz import report as fuzz_report
 from tests.reliability.service import Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import Clients, Crowd, mixture
 
 #: shares of the time
-FAULTS, FUZZ, LEAK, RANKS = 0.40, 0.20, 0.30, 0.10
+FAULTS, FUZZ, FRONT, LEAK, RANKS = 0.35, 0.15, 0.15, 0.25, 0.10
 MIN_LEAK_S = 120.0
 
 
@@ -106,6 +109,7 @@ class Soak:
         repository = self._build(1)
         self._faults("Faults", repository, 1, FAULTS * self._seconds)
         self._fuzz(repository, FUZZ * self._seconds)
+        self._front(FRONT * self._seconds)
         self._lethal(repository)
         self._loads(repository)
         self._leaks(repository, max(MIN_LEAK_S, LEAK * self._seconds))
@@ -167,6 +171,31 @@ class Soak:
                 f"wrong tokens beside the fuzz: {name}" for name in crowd.wrong
             ]
             self.report.add("Fuzz", result.table(), complaints)
+
+    def _front(self, seconds: float) -> None:
+        """Fuzz and faults of the OpenAI service: a third of the time is the fuzz's."""
+        folder, deadline = self._folder / "front", time.monotonic() + seconds
+        folder.mkdir()
+        strikes = front_faults.Range(folder, self._streams, self._seed)
+        draw = random.Random(self._seed)
+        try:
+            strikes.start()
+            fuzz_until, outcomes = time.monotonic() + seconds / 3, []
+            sender = FrontFuzz(strikes.address)
+            cases = list(sender.all_cases(1000, self._seed))
+            while time.monotonic() < fuzz_until:
+                outcomes += sender.run(draw.sample(cases, 64))
+            found = [f"{one.case}: {one.complaint}" for one in outcomes if one.complaint] + sender.changed
+            self.report.add("Fuzz of the OpenAI service", fuzz_report(outcomes).split("\n##")[0], found)
+            for fault in draw.sample(front_faults.FAULTS, len(front_faults.FAULTS)):
+                if time.monotonic() < deadline:
+                    print(" | ".join(strikes.strike(fault).cells()), flush=True)
+            left = strikes.stop()
+        finally:
+            strikes.close()
+        found = [f"{row.fault}: {one}" for row in strikes.rows for one in row.complaints]
+        found += [f"left behind at the end: {left}"] if left else []
+        self.report.add("Faults under streams of the OpenAI service", strikes.table(), found)
 
     def _lethal(self, repository: Path) -> None:
         title = "Requests that abort Triton"

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.front.settings import FrontSettings
-from tridecode.backend.supervisor.processes import ProcessId, alive
+from tridecode.backend.supervisor.processes import ProcessId, Waker, alive
 
 _BACKLOG = 2048
 _TICK_S = 0.1
@@ -50,6 +50,7 @@ def open_port(host: str, port: int) -> socket.socket:
 class _Worker:
     process: subprocess.Popen[bytes]
     started_at: float
+    waker: Waker = field(default_factory=Waker)
 
 
 class Master:
@@ -97,6 +98,8 @@ class Master:
             _log.warning("worker %d ended (%s); it is started again in %.1f s", number, _how(code), pause)
             self._start_at[number] = now + pause
             self._pauses[number] = min(_MAX_PAUSE_S, max(0.2, 2 * pause))
+        elif worker is not None and worker.waker.look(worker.process.pid, now):
+            _log.warning("worker %d was stopped by a signal; it is continued", number)
         if number not in self._workers and now >= self._start_at[number]:
             self._workers[number] = _Worker(self._start(number), now)
 

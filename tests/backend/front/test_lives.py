@@ -90,6 +90,19 @@ def test_a_worker_that_dies_is_started_again(slow_front: Front) -> None:
     assert slow_front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
+def test_a_worker_that_is_stopped_by_a_signal_is_continued_and_its_streams_with_it(
+    slow_front: Front, ids: Ids
+) -> None:
+    asked = {"model": "toy", "prompt": "When?", "max_tokens": len(ids(TEXT)), "stream": True}
+    stream = slow_front.openai.completions.create(**asked)
+    text = next(stream).choices[0].text
+    (worker,) = processes.children(slow_front.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == TEXT and processes.children(slow_front.process.pid) == [worker]
+    assert "was stopped by a signal; it is continued" in slow_front.text()
+
+
 def test_no_worker_outlives_the_first_process(slow_front: Front) -> None:
     (worker,) = processes.children(slow_front.process.pid)
     slow_front.process.kill()

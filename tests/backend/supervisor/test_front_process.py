@@ -77,6 +77,20 @@ def test_it_starts_with_its_options_and_again_after_its_death(
     assert len(starts(log, 2)) == 2
 
 
+def test_one_that_is_stopped_by_a_signal_is_continued(front: FrontProcess, log: Path) -> None:
+    front.want(FrontOptions(9000))
+    front.look(0.0)
+    starts(log, 1)
+    (pid,) = [pid for pid in processes.children(os.getpid()) if "service" in processes.command_line(pid)]
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: processes.state(pid) == "T")
+    for now in (1.0, 3.9):
+        front.look(now)
+        assert processes.state(pid) == "T"
+    front.look(4.0)
+    wait_until(lambda: processes.state(pid) != "T")
+
+
 def test_other_settings_start_it_again(front: FrontProcess, log: Path) -> None:
     front.want(FrontOptions(9000))
     front.look(0.0)

@@ -130,6 +130,22 @@ class Hostile:
             await asyncio.gather(*(leave() for _ in range(25)))
         return []
 
+    async def freeing_times(self, count: int, streaming: bool) -> list[float]:
+        """Return seconds from a client's close until its slots and blocks are free, one client at a time."""
+        scheduler, found = self._on.engine.scheduler, []
+        sent = post("/v1/completions", {**_LONG, "stream": streaming, "n": 4})
+        for _ in range(count):
+            free = scheduler.cache.num_free_slots
+            _, writer = await asyncio.open_connection(*self._address)
+            writer.write(sent)
+            await _until(lambda: scheduler.num_running > 0)
+            await asyncio.sleep(0.01)
+            began = time.monotonic()
+            writer.close()
+            await _until(lambda: scheduler.cache.num_free_slots >= free and not scheduler.has_work)
+            found.append(time.monotonic() - began)
+        return found
+
     async def stalled_readers(self) -> list[str]:
         """Clients with large answers that read nothing: they are cut off, and their requests end."""
         sent = post("/v1/completions", _LARGE)
@@ -209,6 +225,13 @@ class Hostile:
         return "refused"
 
 
+async def _until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for a condition, or until the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.001)
+
+
 async def _trickle(address: Address, head: bytes) -> Reply:
     """Send a byte at a time until there is an answer."""
     reply = Reply()
@@ -274,6 +297,13 @@ def main() -> None:
             clients, before = Hostile(on), on.usage()
             for kind in (clients.slow_senders, clients.leavers, clients.stalled_readers, clients.templates):
                 complaints += clients.run(kind)
+            for streaming in (True, False):
+                times = sorted(asyncio.run(clients.freeing_times(50, streaming)))
+                what = "streams" if streaming else "whole answers"
+                worst = 1000 * times[-1]
+                clients.notes.append(
+                    f"{what} left: free after {1000 * times[25]:.1f} ms p50, {worst:.1f} ms max"
+                )
             grown = megabytes(on.usage().memory - before.memory)
         with running(Path(folder) / "b", "--max-connections", str(count)) as on:
             many = Hostile(on)

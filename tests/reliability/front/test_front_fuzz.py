@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,13 @@ def test_many_connections_and_those_beyond_the_limit(tmp_path: Path) -> None:
         clients = Hostile(on)
         assert not clients.run(functools.partial(clients.idle_connections, count - 50))
         assert not clients.run(functools.partial(clients.surplus_connections, count), beside=False)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(fuzzed: Running, streaming: bool) -> None:
+    """The bound is that of a loaded machine; docs/lab/soak.md has measurements."""
+    times = asyncio.run(Hostile(fuzzed).freeing_times(8, streaming))
+    assert max(times) < 5.0, times
 
 
 GOOD_ERROR = {"message": "top_k is -2; wanted -1 or more", "type": "x", "param": "top_k", "code": "y"}
