@@ -110,6 +110,10 @@ def text_request(
     sequences = wanted.best_of or n
     if sequences < n:
         raise bad_request(f"best_of is {sequences} and n is {n}; wanted best_of of n or more", "best_of")
+    most = limits.max_sequences + limits.max_queued_requests
+    if len(prompts) * sequences > most:  # before anything is made for each of them
+        found = f"{names.prompt} has {len(prompts):,} prompts of {sequences} sequence(s) each"
+        raise bad_request(f"{found}; this model accepts {most:,} sequences in all", names.prompt)
     if sequences > n and wanted.stream:
         raise bad_request("best_of chooses among whole answers; wanted no stream with it", "best_of")
     scored = scores_prompt(wanted)

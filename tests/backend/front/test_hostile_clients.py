@@ -38,6 +38,7 @@ BODIES = {
     b'{"prompt": [[[1]]]}': "prompt mixes types",
     b'{"prompt": [true]}': "prompt mixes types",
     b'{"prompt": "a", "n": 1000000}': "n is 1000000",
+    b'{"prompt": [' + b'"a",' * 999 + b'"a"], "n": 2}': "prompt has 1,000 prompts of 2 sequence(s) each",
     b'{"prompt": "a", "stop": ["' + b"x" * 10_000 + b'"]}': "stop has",
     b'{"prompt": "a", "\\ud800": 1}': "not valid Unicode",
 }
