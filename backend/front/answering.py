@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -71,7 +72,8 @@ async def answer(
     try:
         if streaming:
             first = await reader.next(_HEADERS_S)
-            return EventStream(connection, call, reader, writer, first, running.end, headers)
+            elsewhere = functools.partial(front.model.run, True, writer.take) if writer.heavy else None
+            return EventStream(connection, call, reader, writer, first, running.end, headers, elsewhere)
         await running.read()
         for following in more:
             running.follow(following, timeout_s)

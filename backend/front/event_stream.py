@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any, Callable, Protocol
 
 from starlette.responses import Response
@@ -35,7 +36,7 @@ class EventWriter(Protocol):
 
 class EventStream(Response):
     """The answer to a request that the engine has. end: called once, with the error if there is one; returns
-    the error to send.
+    the error to send. elsewhere: calls the writer's `take` on another thread, if it takes long.
     """
 
     def __init__(
@@ -47,17 +48,22 @@ class EventStream(Response):
         first: Pieces | None,
         end: Callable[..., BaseException],
         headers: dict[str, str],
+        elsewhere: Callable[[Pieces], Awaitable[bytes]] | None = None,
     ):
         """first: the pieces that have come, None for none yet."""
         super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._pump = _Pump(connection, call, reader, writer)
-        self._writer, self._first, self._end = writer, first, end
+        self._call, self._reader = call, reader
+        self._writer, self._first, self._end, self._elsewhere = writer, first, end, elsewhere
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._pump.run(self._first)
+            if self._elsewhere is None:
+                await self._pump.run(self._first)
+            else:
+                await self._send_pieces(send, self._elsewhere)
             await send(_last(self._writer.end()))
         except BaseException as found:
             error = self._end(found)
@@ -67,6 +73,19 @@ class EventStream(Response):
                 await send(_last(b"data: " + error.body + b"\n\n"))
         else:
             self._end()
+
+    async def _send_pieces(self, send: Send, take: Callable[[Pieces], Awaitable[bytes]]) -> None:
+        """Send events that another thread encodes, so that they do not delay other streams."""
+        pieces = self._first
+        while pieces is None or pieces:
+            data = _COMMENT
+            if pieces is not None:
+                self._call.deliver(pieces)
+                data = await take(pieces)
+                self._call.chunks += bool(data)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            pieces = await self._reader.next(_SILENT_S)
 
 
 def _last(body: bytes) -> dict[str, Any]:

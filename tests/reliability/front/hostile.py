@@ -134,8 +134,8 @@ class Hostile:
         """Return seconds from a client's close until its slots and blocks are free, one client at a time."""
         scheduler, found = self._on.engine.scheduler, []
         sent = post("/v1/completions", {**_LONG, "stream": streaming, "n": 4})
+        free = scheduler.limits.max_sequences
         for _ in range(count):
-            free = scheduler.cache.num_free_slots
             _, writer = await asyncio.open_connection(*self._address)
             writer.write(sent)
             await _until(lambda: scheduler.num_running > 0)
