@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,8 @@ def _measure(
                 for label, tree in trees.items():
                     console.print(f"round {number + 1}: {phase}, {label}", highlight=False)
                     setting = Setting(repository, tokens, vocab_size, client, tree, plan.seconds)
-                    runs[label].setdefault(phase, []).append(call(setting))
+                    found = {"load_average": os.getloadavg()[0], **call(setting)}  # of the machine, before
+                    runs[label].setdefault(phase, []).append(found)
     return runs
 
 
