@@ -91,7 +91,8 @@ class LoopRunner:
         end_id, lengths = self.engine.model_config.end_id, output_lengths(prompts, output_tokens)
         submits = []
         for number, (prompt, length) in enumerate(zip(prompts, lengths)):
-            params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id)
+            # rounds repeat their prompts, and each is to compute them
+            params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id, cache="off")
             ids = np.asarray(prompt, np.int32).tobytes()
             submits.append(m.Submit(number, [m.SequenceRequest(ids, params)]))
         doors = _BatchDoors(submits, self._arrivals(len(prompts)))

@@ -60,6 +60,7 @@ def engine_settings(job: Job, model: ModelConfig) -> dict[str, object]:
         "max_sequences": max(job.batches),
         "max_queued_requests": max(1024, *job.batches),
         "max_sequence_tokens": min(job.longest, model.max_positions),
+        "prefix_cache": False,  # rounds repeat their prompts, and each is to compute them
     }
 
 
