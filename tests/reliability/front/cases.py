@@ -121,7 +121,7 @@ def places_of(document: Body, route: str) -> list[Place]:
         found += [("tools", 0, "function", name) for name in ("name", "parameters", "description", "strict")]
         found += [("tool_choice", "function"), ("tool_choice", "function", "name")]
         found += [("messages", 0, "tool_calls", 0), ("chat_template_kwargs", "name"), ("documents", 0)]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _places(document: Body, schema: Body, place: Place) -> Iterator[Place]:

@@ -51,8 +51,7 @@ def test_every_route_of_the_document_is_fuzzed(fuzzed: Running) -> None:
     document = fuzzed.fuzz.document
     assert {path for path, methods in document["paths"].items() if "post" in methods} == set(GOOD)
     for route in GOOD:
-        places = places_of(document, route)
-        assert len(set(places)) == len(places) > 0
+        assert places_of(document, route)
     assert ("messages", 0, "content", 0, "text") in places_of(document, "/v1/chat/completions")
     good = fuzzed.fuzz.run(Case(route, (), "good", json.dumps(body).encode()) for route, body in GOOD.items())
     assert [one.status for one in good] == [
