@@ -41,6 +41,7 @@ TIMED = (
     "integration/test_supervision.py",
     "integration/test_survived_requests.py",
     "reliability",
+    "tools/batch/test_batch.py",
     "tools/bench/test_load.py",
     "tools/serve",
 )

@@ -1,7 +1,7 @@
 """`tridecode`: registers the commands. Heavy modules are imported by the command that needs them.
 
 Exit codes: 0 success; 1 a command that found faults (`check`, `doctor`, `bench load`, `serve`,
-`evaluate-lambada`), or a defect with its
+`evaluate-lambada`, `batch`), or a defect with its
 traceback; 2 a wrong argument or environment, one line on stderr; 130 Ctrl-C; 141 the reader of stdout has
 closed it.
 """
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.base.threads import spin_briefly
 from tridecode.tools.adapters.commands import app as adapters_app
+from tridecode.tools.batch.command import batch
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.build_repo.cache_commands import app as cache_app
 from tridecode.tools.build_repo.commands import build_repo, check
@@ -123,6 +124,7 @@ app.command(
 )(tritonserver)
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.command("send-request")(send_request)
 app.command()(check)
 app.command()(doctor)

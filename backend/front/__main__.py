@@ -126,12 +126,17 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--manage-adapters", action="store_true")
+    parser.add_argument("--parent", type=int, help="process that started this one; end with it")
     parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)
     for name in ("port", "workers", "max-connections"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     for name in ("served-model-name", "cors", "api-key"):
         parser.add_argument(f"--{name}", action="append", default=argparse.SUPPRESS)
     given = vars(parser.parse_args())
+    if (parent := given.pop("parent")) is not None:
+        processes.die_with_parent()
+        if os.getppid() != parent:  # it has ended already
+            return 1
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
         return run(FrontArguments(**arguments))  # type: ignore[arg-type]

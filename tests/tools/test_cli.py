@@ -28,7 +28,7 @@ from tridecode.tools.serve import serving
 from tridecode.tools.serve.server_process import running_server
 
 COMMANDS = (
-    *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
+    *("build-repo", "serve", "batch", "generate", "send-request", "check", "doctor", "demo", "bench"),
     "evaluate-lambada",
     "evaluate-prompts",
 )

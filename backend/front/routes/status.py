@@ -14,13 +14,14 @@ from tridecode.backend.front.service import FrontService
 
 
 class ModelCard(msgspec.Struct):
-    """A model or an adapter. parent: an adapter's base model. max_model_len: tokens of prompt and answer;
-    None: not known yet."""
+    """A model or an adapter. parent: an adapter's base model. max_model_len: tokens of prompt and answer.
+    max_num_seqs: sequences that all engines of the model compute at once. None: not known yet."""
 
     id: str
     created: int
     parent: str | None = None
     max_model_len: int | None = None
+    max_num_seqs: int | None = None
     object: str = "model"
     owned_by: str = "tridecode"
 
@@ -50,8 +51,9 @@ def _cards(front: FrontService) -> list[ModelCard]:
     served, created = front.model, front.settings.created
     limits = served.known_limits
     length = limits.max_sequence_tokens if limits is not None else None
-    cards = [ModelCard(name, created, None, length) for name in served.names]
-    return cards + [ModelCard(name, created, served.name, length) for name in served.adapters()]
+    rows = limits.max_sequences * front.settings.num_engines if limits is not None else None
+    cards = [ModelCard(name, created, None, length, rows) for name in served.names]
+    return cards + [ModelCard(name, created, served.name, length, rows) for name in served.adapters()]
 
 
 async def health(request: Request) -> Response:

@@ -1,0 +1,1 @@
+"""Batch files in OpenAI's format: requests from one file of JSON lines, answers into another."""

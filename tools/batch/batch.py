@@ -1,0 +1,121 @@
+"""One run of `tridecode batch`: opens the files, finds or starts the service, runs, and sums up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.tools.batch.answer_files import AnswerFiles
+from tridecode.tools.batch.lines import InputLines
+from tridecode.tools.batch.meter import Meter
+from tridecode.tools.batch.own_service import own_service
+from tridecode.tools.batch.progress import BatchProgress, summary
+from tridecode.tools.batch.runner import Runner
+from tridecode.tools.batch.sender import Sender
+from tridecode.tools.batch.target import Described, Target, describe, service_url
+from tridecode.tools.build_repo.cache import Conversion
+from tridecode.tools.progress import spinner
+
+LOWEST_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The options of the command, with its names. url or model: one of the two; "": not this one."""
+
+    source: Path
+    answers: Path
+    errors: Path
+    url: str = ""
+    model: str = ""
+    concurrency: int | None = None
+    priority: int = LOWEST_PRIORITY
+    api_key: str = ""
+    served_model_name: tuple[str, ...] = ()
+    conversion: Conversion = field(default_factory=Conversion)
+    cache: Path | None = None
+    timeout_s: float = 3600.0
+    patience_s: float = 600.0
+    start_timeout_s: float = 900.0
+
+    def check(self) -> None:
+        """Raise ConfigError for options that contradict each other."""
+        if bool(self.url) == bool(self.model):
+            found = "both --url and --model" if self.url else "neither --url nor --model"
+            raise ConfigError(f"{found}; wanted the address of a service, or the model to start one for")
+        if self.url and (given := self._of_models()):
+            raise ConfigError(f"{given} with --url; it is for --model")
+        names = {"IN": self.source, "OUT": self.answers, "--errors": self.errors}
+        seen: dict[str, str] = {}
+        for name, path in names.items():
+            real = os.path.realpath(path)
+            if real in seen:
+                raise ConfigError(f"{seen[real]} and {name} are both {path}; wanted different files")
+            seen[real] = name
+
+    def _of_models(self) -> str:
+        given = self.conversion.options() + (["--cache"] if self.cache else [])
+        return (given + (["--served-model-name"] if self.served_model_name else []) or [""])[0]
+
+
+def run_batch(options: BatchOptions) -> int:
+    """Answer the lines of a file; return the exit code.
+
+    0: every line has an answer. 1: some have an error. 130, 143: stopped by SIGINT or SIGTERM; the same
+    command continues. Raises TridecodeError for wrong options and files, and where the service does not start
+    or stays away; OSError for files that cannot be read or written.
+    """
+    options.check()
+    with closing(InputLines(options.source)) as lines, AnswerFiles(options.answers, options.errors) as files:
+        meter = Meter()
+        with _service(options) as (target, described), BatchProgress(meter) as progress:
+            lines.priority = options.priority if described.is_ours else None
+            meter.restart()
+            concurrency = options.concurrency or described.concurrency()
+            progress.print(f"{target.url}: {concurrency} requests at a time")
+            stopped = -1
+            try:
+                run = _run(Runner(lines, files, meter), target, concurrency, progress, options)
+                stopped = asyncio.run(run)
+            finally:
+                progress.close()
+                progress.print(summary(meter, str(options.errors), stopped != 0))
+    if stopped:
+        return 128 + stopped
+    return 1 if meter.totals.errors else 0
+
+
+async def _run(
+    runner: Runner, target: Target, concurrency: int, progress: BatchProgress, options: BatchOptions
+) -> int:
+    sender = Sender(target, concurrency, options.patience_s, options.timeout_s)
+    try:
+        return await runner.run(sender, concurrency, progress, options.source)
+    finally:
+        await sender.close()
+
+
+@contextmanager
+def _service(options: BatchOptions) -> Iterator[tuple[Target, Described]]:
+    """Find the service, or run one while the block runs, and wait until it is ready."""
+    if options.url:
+        target = Target(service_url(options.url), options.api_key)
+        with spinner(f"waiting for {target.url}") as show:
+            described = describe(target, options.patience_s, show)
+        yield target, described
+        return
+    try:
+        from tridecode.tools.build_repo.find_repository import find_repository  # imports torch
+    except ImportError as error:
+        raise ConfigError(f"{error}; wanted: pip install 'tridecode[engine,front]'") from None
+
+    repository = find_repository(options.model, options.conversion, options.cache)
+    with own_service(repository, options.served_model_name) as target:
+        with spinner(f"starting the engine of {repository}") as show:
+            described = describe(target, options.start_timeout_s, show, starts=True)
+        yield target, described

@@ -1,0 +1,184 @@
+"""One run of a batch: workers take lines, send them, and hand the results to one writer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tridecode.tools.batch.answer_files import AnswerFile, AnswerFiles
+from tridecode.tools.batch.lines import InputLines, Request, count_lines
+from tridecode.tools.batch.meter import Meter
+from tridecode.tools.batch.progress import BatchProgress
+from tridecode.tools.batch.records import LineError, answer_line, error_line
+from tridecode.tools.batch.sender import Sender
+
+_TICK_S = 0.5
+_YIELD_LINES = 200  # that are read before other tasks have their turn
+_GROUP_BYTES = 16 << 20
+
+
+class Runner:
+    """Requests of `lines` in, whole lines of `files` out."""
+
+    def __init__(self, lines: InputLines, files: AnswerFiles, meter: Meter):
+        self._lines, self._files, self.meter = lines, files, meter
+        self._reading: asyncio.Lock
+        self._results: asyncio.Queue[tuple[AnswerFile, bytes] | None]
+        self._stopping: asyncio.Event
+
+    async def run(self, sender: Sender, concurrency: int, progress: BatchProgress, source: Path) -> int:
+        """Answer all lines; return the signal that stopped the run, 0 at its end.
+
+        All answers that have come when the run ends or fails are in the files. Raises what Sender.send does,
+        and OSError.
+        """
+        self._reading, self._stopping = asyncio.Lock(), asyncio.Event()
+        self._results = asyncio.Queue(concurrency)
+        writer = asyncio.create_task(self._write())
+        showing = asyncio.create_task(self._show(sender, progress))
+        workers = [asyncio.create_task(self._work(sender)) for _ in range(concurrency)]
+        with _signals(self._stopping) as caught, self._counted(source):
+            try:
+                await _first_failure_or_all(workers, writer, asyncio.create_task(self._stopping.wait()))
+            finally:
+                showing.cancel()
+                await self._end(writer)
+        self.meter.empty = self._lines.num_empty
+        return caught[0] if caught else 0
+
+    async def _work(self, sender: Sender) -> None:
+        while (request := await self._next()) is not None:
+            try:
+                response = await sender.send(request)
+            except LineError as error:
+                await self._results.put((self._files.errors, error_line(error)))
+                self.meter.add_error()
+            else:
+                await self._results.put((self._files.answers, answer_line(request.custom_id, response)))
+                self.meter.add_answer(response.body)
+
+    async def _next(self) -> Request | None:
+        """Return the next request without a result; None at the end."""
+        async with self._reading:
+            for number in range(1, 1 << 62):
+                if number % _YIELD_LINES == 0:
+                    await asyncio.sleep(0)
+                try:
+                    request = self._lines.next()
+                except LineError as error:
+                    await self._report(error)
+                    continue
+                if request is None or not self._is_done(request):
+                    return request
+        raise AssertionError("unreachable")
+
+    def _is_done(self, request: Request) -> bool:
+        is_answer = request.custom_id in self._files.answered
+        if not is_answer and request.custom_id not in self._files.refused:
+            return False
+        self.meter.skip(is_answer)
+        return True
+
+    async def _report(self, error: LineError) -> None:
+        """Write the error of a line that is not a request, unless an earlier run has."""
+        if error.fields.line in self._files.reported:
+            self.meter.skip(is_answer=False)
+            return
+        await self._results.put((self._files.errors, error_line(error)))
+        self.meter.add_error()
+
+    # ------------------------------------------------------------ the other tasks
+
+    async def _write(self) -> None:
+        """Write results in groups: what has come while the disk took the group before."""
+        while (result := await self._results.get()) is not None:
+            group, size = [result], len(result[1])
+            ends = False
+            while size < _GROUP_BYTES and not ends and not self._results.empty():
+                more = self._results.get_nowait()
+                ends = more is None
+                if more is not None:
+                    group.append(more)
+                    size += len(more[1])
+            for file in (self._files.answers, self._files.errors):
+                if lines := [line for where, line in group if where is file]:
+                    await asyncio.to_thread(file.append, lines)
+            if ends:
+                return
+
+    async def _end(self, writer: asyncio.Task[None]) -> None:
+        """Let the writer write what it has; raise its error."""
+        if not writer.done():
+            with suppress(asyncio.QueueFull):
+                self._results.put_nowait(None)
+        while not writer.done():
+            await asyncio.wait({writer}, timeout=_TICK_S)
+            with suppress(asyncio.QueueFull):
+                self._results.put_nowait(None)
+        await writer
+
+    async def _show(self, sender: Sender, progress: BatchProgress) -> None:
+        while True:
+            self.meter.empty = self._lines.num_empty
+            self.meter.sample()
+            progress.show(sender.absence)
+            await asyncio.sleep(_TICK_S)
+
+    @contextmanager
+    def _counted(self, source: Path) -> Iterator[None]:
+        """Count the lines of the input in a thread meanwhile."""
+        stop = threading.Event()
+
+        def count() -> None:
+            with suppress(OSError):  # reading the lines reports it
+                lines = count_lines(source, stop.is_set)
+                if not stop.is_set():
+                    self.meter.counted = lines
+
+        thread = threading.Thread(target=count, name="counting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+@contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[list[int]]:
+    """Let SIGINT and SIGTERM end the run in order; the value gets the first one."""
+    loop, caught = asyncio.get_running_loop(), list[int]()
+
+    def note(signum: int) -> None:
+        caught.append(signum)
+        stopping.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for signum in handled:
+        loop.add_signal_handler(signum, note, signum)
+    try:
+        yield caught
+    finally:
+        for signum in handled:
+            loop.remove_signal_handler(signum)
+
+
+async def _first_failure_or_all(
+    workers: list[asyncio.Task[None]], writer: asyncio.Task[None], stopping: asyncio.Task[Any]
+) -> None:
+    """Wait until all workers have ended, one of the tasks fails, or the stop is requested."""
+    working = asyncio.gather(*workers)
+    waiting: set[asyncio.Future[Any]] = {working, writer, stopping}
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        stopping.cancel()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
