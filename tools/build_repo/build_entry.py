@@ -11,6 +11,7 @@ from tridecode.tools.build_repo import options
 from tridecode.tools.build_repo.cache import Conversion
 
 _GROUP = 128  # any: only the name is checked
+_STDERR = 2  # that of the process: in a notebook or a test, sys.stderr may have no descriptor
 
 
 def check_conversion(conversion: Conversion) -> None:
@@ -28,7 +29,7 @@ def build_entry(checkpoint: str, output: Path, conversion: Conversion) -> None:
     """
     command = [sys.executable, "-m", "tridecode.tools.cli", "build-repo", "--model", checkpoint]
     command += ["--output", str(output), *conversion.options()]
-    with subprocess.Popen(command, stdout=sys.stderr.fileno()) as process:
+    with subprocess.Popen(command, stdout=_STDERR) as process:
         try:
             code = process.wait()
         except BaseException:  # Ctrl-C reaches both; build-repo cleans up
