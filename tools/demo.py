@@ -106,6 +106,7 @@ def demo_repository(model: str, cache: Path) -> Path:
     repositories = RepositoryCache(cache)
     repositories.check()
     repository, existed = repositories.find_or_build(find_model(model), Conversion(), build_entry)
+    repository = cache / repository.name  # as the user names it
     _tell(f"repository: {repository}{' (exists)' if existed else ''}")
     return repository
 
