@@ -193,6 +193,7 @@ def test_an_address_where_nothing_answers_is_named() -> None:
 
 
 def test_a_signal_stops_the_answer_of_the_command(service) -> None:
+    service.engine.step_s = 0.2  # the answer takes longer than a slow machine needs for a signal
     command = [sys.executable, "-m", "tridecode.tools.cli", "chat", service.url, "--set", "max_tokens=400"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
@@ -203,10 +204,12 @@ def test_a_signal_stops_the_answer_of_the_command(service) -> None:
             process.stdin.flush()
             assert process.stdout.read(4)
             process.send_signal(signal.SIGINT)
-            wait_until(lambda: service.engine.running == 0, 20, "the engine to have no request")
+            wait_until(lambda: service.engine.running == 0, 30, "the engine to have no request")
+            service.engine.step_s = 0.01
             process.stdin.write("/params max_tokens=3\nHi\n/exit\n")
             _, errors = process.communicate(timeout=30)
         finally:
+            service.engine.step_s = 0.01
             process.kill()
     assert process.returncode == 0, errors
     assert "stopped" in errors and "3 tokens" in errors
