@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -195,9 +196,10 @@ def test_an_address_where_nothing_answers_is_named() -> None:
 def test_a_signal_stops_the_answer_of_the_command(service) -> None:
     service.engine.step_s = 0.2  # the answer takes longer than a slow machine needs for a signal
     command = [sys.executable, "-m", "tridecode.tools.cli", "chat", service.url, "--set", "max_tokens=400"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # a shell's background job ignores SIGINT, and so would all of its children
+    preexec = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, text=True, bufsize=0, preexec_fn=preexec) as process:
         try:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write("Hi\n")
