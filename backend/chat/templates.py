@@ -33,7 +33,7 @@ class TemplateRenderer:
 
     @property
     def pid(self) -> int | None:
-        """Return the child's process id; None while there is no child."""
+        """Return the child's process id; None before the first render and after the child has ended."""
         return None if self._child is None else self._child.process.pid
 
     def render(self, source: str, values: Mapping[str, Any]) -> str:

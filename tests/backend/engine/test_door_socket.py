@@ -177,14 +177,14 @@ def test_what_does_not_follow_the_protocol_is_dropped(doors, connect):
 
 
 def test_a_failure_of_the_thread_is_told(endpoint):
-    told = []
+    failures = []
 
     def beat() -> m.EngineBeat:
         raise RuntimeError("no beat")
 
-    DoorSocket(endpoint, 3, LIMITS, beat, told.append)
-    wait_until(lambda: told)
-    assert told == ["the thread that serves the doors failed: RuntimeError: no beat"]
+    DoorSocket(endpoint, 3, LIMITS, beat, failures.append)
+    wait_until(lambda: failures)
+    assert failures == ["the thread that serves the doors failed: RuntimeError: no beat"]
 
 
 def test_a_pause_of_the_engine_counts_against_no_door(connect, endpoint):

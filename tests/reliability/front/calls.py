@@ -47,7 +47,7 @@ class Reply:
 
     @property
     def status(self) -> int:
-        """0: there is no answer."""
+        """Return the status of the answer; 0 without one."""
         found = re.match(r"HTTP/1\.1 (\d{3}) ", self.head)
         return int(found.group(1)) if found else 0
 
