@@ -80,7 +80,12 @@ def sampling_params(
             frequency_penalty=or_default(wanted.frequency_penalty, 0.0),
         ),
         seed=_random.getrandbits(64) if wanted.seed is None else wanted.seed % 2**64,
-        **_ends(wanted, texts, limits),
+        **sampling_rules.checked_ends(
+            () if wanted.ignore_eos else texts.end_ids(limits),
+            wanted.stop_token_ids or (),
+            min_tokens,
+            limits,
+        ),
         bad_words=_bad_words(wanted.bad_words or (), texts, limits),
         top_log_probs=top_log_probs,
         cache=wanted.cache or ("write" if wanted.skip_reading_prefix_cache else "on"),
@@ -122,16 +127,6 @@ def sampled_request(
         skip_special=wanted.skip_special_tokens,
         **own,
     )
-
-
-def _ends(wanted: Sampled, texts: TextService, limits: Limits) -> dict[str, Any]:
-    mine = wanted.stop_token_ids or []
-    wrong = [token for token in mine if token >= limits.vocab_size]
-    if wrong:
-        raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
-    request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
-    model = [] if wanted.ignore_eos else texts.end_ids(limits)
-    return sampling_rules.all_ends([*model, *mine], wanted.min_tokens or 0)
 
 
 def _bad_words(words: Sequence[str], texts: TextService, limits: Limits) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tridecode.backend.base.errors import BY_CODE, DeadlineError, TridecodeError
 from tridecode.backend.service.link import Link
 from tridecode.backend.wire.messages import Event
 
@@ -11,6 +12,19 @@ FAILURES = {
     "cancelled": ("CANCELLED", "the request was cancelled"),
     "deadline": ("CANCELLED", "the request's deadline passed"),
 }
+
+
+def failure_of(event: Event) -> type[TridecodeError]:
+    """Return the class of the error with which an event of FAILURES ends a request."""
+    if event.finish == "deadline":
+        return DeadlineError
+    code, _ = FAILURES[event.finish]
+    return BY_CODE[event.code if event.code in BY_CODE else code]
+
+
+def failure_text(event: Event) -> str:
+    """Return the text of that error."""
+    return event.error or FAILURES[event.finish][1]
 
 
 class ClientRequest:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tridecode.backend.base.errors import ConfigError, RequestError, UnsupportedError
+from tridecode.backend.service.limits import check_word_tokens
 from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, SamplingParams, check
 
@@ -127,6 +128,20 @@ def drawn(
         "frequency_penalty": frequency_penalty / divisor,
         "count_prompt": not counted,
     }
+
+
+def checked_ends(
+    model: Iterable[int], stop_token_ids: Sequence[int], min_tokens: int, limits: Limits
+) -> dict[str, Any]:
+    """Return the parameters of a request that ends at the model's tokens and at its own, as `all_ends` does.
+
+    model: (): the request ignores them. Raises RequestError for ids beyond the vocabulary or too many.
+    """
+    wrong = [token for token in stop_token_ids if not 0 <= token < limits.vocab_size]
+    if wrong:
+        raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
+    check_word_tokens("stop_token_ids", [list(stop_token_ids)], limits.max_stop_word_tokens)
+    return all_ends([*model, *stop_token_ids], min_tokens)
 
 
 def all_ends(tokens: Iterable[int], min_tokens: int) -> dict[str, Any]:

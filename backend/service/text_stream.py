@@ -6,14 +6,12 @@ from collections import deque
 from typing import Callable
 
 from tridecode.backend.base.errors import (
-    BY_CODE,
     CapacityError,
-    DeadlineError,
     EngineDownError,
     RequestCancelled,
     TridecodeError,
 )
-from tridecode.backend.service.client_request import FAILURES, ClientRequest
+from tridecode.backend.service.client_request import FAILURES, ClientRequest, failure_of, failure_text
 from tridecode.backend.service.link import Link
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.wire.messages import Event
@@ -102,13 +100,10 @@ class TextStream(ClientRequest):
         return self._answer.pieces(events) if self._answer is not None and events else []
 
     def _error_of(self, event: Event) -> TridecodeError:
-        code, text = FAILURES[event.finish]
-        error = BY_CODE[event.code if event.code in BY_CODE else code]
-        if event.finish == "deadline":
-            error = DeadlineError
-        elif error is CapacityError and self._link.state().phase != "ready":
+        error = failure_of(event)
+        if error is CapacityError and self._link.state().phase != "ready":
             error = EngineDownError
-        return error(event.error or text)
+        return error(failure_text(event))
 
     def _wake(self) -> None:
         if not self._woken:

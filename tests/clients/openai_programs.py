@@ -75,6 +75,8 @@ LIBRARIES = [
     *_ways(*_PYDANTIC, {"output_type": CHAT}, **_TOOLS),
 ]
 
+#: --endpoint-type, route, whether answers stream
+_MEASURED_WAYS = (("chat", CHAT, True), ("chat", CHAT, False), ("completions", COMPLETIONS, True))
 _LOAD = ("--concurrency", "2", "--request-count", "6")
 _MEASURED = [
     Program(
@@ -91,11 +93,7 @@ _MEASURED = [
         never="Traceback|ERROR",
         limit_s=240.0,
     )
-    for kind, route, streaming in (
-        ("chat", CHAT, True),
-        ("chat", CHAT, False),
-        ("completions", COMPLETIONS, True),
-    )
+    for kind, route, streaming in _MEASURED_WAYS
 ] + [
     Program(
         "AIPerf",
@@ -121,11 +119,7 @@ _MEASURED = [
         never="Traceback|Error Summary",
         limit_s=240.0,
     )
-    for kind, route, streaming in (
-        ("chat", CHAT, True),
-        ("chat", CHAT, False),
-        ("completions", COMPLETIONS, True),
-    )
+    for kind, route, streaming in _MEASURED_WAYS
 ]
 GUIDELLM = [
     Program(

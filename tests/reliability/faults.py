@@ -148,14 +148,16 @@ class Fault:
 # ---------------------------------------------------------------- kinds of faults
 
 
-def _signal(role: str, signum: int) -> Callable[[Service], None]:
+def signal_to(role: str, signum: int) -> Callable[[Service], None]:
+    """Send a signal to one process."""
+
     def strike(service: Service) -> None:
         service.roles()[role].send_signal(signum)
 
     return strike
 
 
-def _pause(role: str) -> Callable[[Service], Callable[[], None]]:
+def pause(role: str) -> Callable[[Service], Callable[[], None]]:
     """Stop one process, or "all"; returns a function that continues it."""
 
     def strike(service: Service) -> Callable[[], None]:
@@ -325,11 +327,11 @@ def schedule(ranks: int = 1) -> list[Fault]:
         ends = role in ("serve", "guard", "tritonserver")
         if role == "supervisor" or role in rank_roles:
             options.update(rebuilds=True, unbroken=True)
-        faults.append(Fault(f"kill:{role}", _signal(role, signal.SIGKILL), ends_server=ends, **options))
+        faults.append(Fault(f"kill:{role}", signal_to(role, signal.SIGKILL), ends_server=ends, **options))
         faults.append(
             Fault(
                 f"freeze:{role}",
-                _signal(role, signal.SIGSTOP),
+                signal_to(role, signal.SIGSTOP),
                 for_good=True,
                 ends_server=role == "tritonserver",
                 **options,
@@ -340,14 +342,14 @@ def schedule(ranks: int = 1) -> list[Fault]:
             faults.append(
                 Fault(
                     f"pause:{role}:{seconds}",
-                    _pause(role),
+                    pause(role),
                     seconds,
                     ends_server=role == "tritonserver" or model in DOORS,
                     **options,
                 )
             )
     faults += [Fault(f"slow:{role}", _slow(role), 6, rebuilds=True) for role in rank_roles]
-    faults += [Fault(f"pause:all:{seconds}", _pause("all"), seconds) for seconds in (6, 12, 60)]
+    faults += [Fault(f"pause:all:{seconds}", pause("all"), seconds) for seconds in (6, 12, 60)]
     faults += [
         Fault("delete:engine-socket", _delete("*/*/engine-*.sock")),
         Fault("delete:control-socket", _delete("*/*/control.sock")),
@@ -357,7 +359,7 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("fill:disk", _fill_disk, 8.0, on_disk=True),
         Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True, rebuilds=True, unbroken=True),
         Fault("kill:starts", _kill_starts, rebuilds=True),
-        Fault("stop:supervisor", _signal("supervisor", signal.SIGTERM), rebuilds=True, unbroken=True),
+        Fault("stop:supervisor", signal_to("supervisor", signal.SIGTERM), rebuilds=True, unbroken=True),
         Fault("kill:serve+guard", _kill_together("serve", "guard"), ends_server=True),
         *(Fault(f"ask:dying:{model}", _ask_a_dying_door(model)) for model in DYING_BODIES),
         Fault("vanish:clients", _vanishing_clients),

@@ -8,7 +8,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_CHUNK = 1 << 22
+from tridecode.backend.weights.manifest import file_sha256
+
 _MAX_FILES = 10_000
 _MAX_RECORDS = 4_000
 #: code that decides what a repository contains; a change of it makes another repository
@@ -32,7 +33,7 @@ def checkpoint_digest(checkpoint: Path, records: Path) -> str:
     digests = {path: known.get(_identity(path), "") for path in files}
     unread = [path for path, digest in digests.items() if not digest]
     with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL
-        digests.update(zip(unread, pool.map(_digest, unread)))
+        digests.update(zip(unread, pool.map(file_sha256, unread)))
     if unread:
         known.update((_identity(path), digest) for path, digest in digests.items())
         _write_records(records, known)
@@ -72,14 +73,6 @@ def _identity(path: Path) -> str:
     real = os.path.realpath(path)
     status = os.stat(real)
     return f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
 
 
 def _read_records(file: Path) -> dict[str, str]:

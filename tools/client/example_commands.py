@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.chat.chat_template import ChatTemplate
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
+from tridecode.backend.models.config_ini import read_ini
 from tridecode.model_repo_templates.served import ENGINE_MODEL
 from tridecode.tools.client.generate import TEXT_MODELS
 
@@ -39,13 +39,12 @@ def example_lines(
 
 def model_name(repository: Path) -> str:
     """Return the model's own name; that of the folder where config.ini has none."""
-    config = configparser.ConfigParser(interpolation=None, strict=False)
     try:
-        config.read(Path(checkpoint_dir(str(repository / ENGINE_MODEL))) / "config.ini", encoding="utf-8")
-        found = [section["model_name"] for section in config.values() if "model_name" in section]
-    except (TridecodeError, OSError, configparser.Error, UnicodeDecodeError):
-        found = []
-    return found[0] if found and found[0] else repository.name
+        sections = read_ini(Path(checkpoint_dir(str(repository / ENGINE_MODEL))) / "config.ini")
+    except (TridecodeError, OSError):
+        return repository.name
+    found = [section.items.get("model_name") for section in sections.values()]
+    return next(filter(None, found), repository.name)
 
 
 def _openai(repository: Path, url: str) -> list[str]:

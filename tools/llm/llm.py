@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import queue
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -67,8 +66,7 @@ class LLM:
         with logging_to(log):
             self._engine = LocalEngine(repository, template, start_timeout_s)
         self._submitter = Submitter(self._engine)
-        self._closing = weakref.finalize(self, self._engine.close)
-        atexit.register(self._closing)  # before Python stops the threads of the link
+        self._closing = weakref.finalize(self, self._engine.close)  # at the latest when Python ends
 
     # ------------------------------------------------------------ whole answers
 

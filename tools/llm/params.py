@@ -78,8 +78,11 @@ class SamplingParams:
                 frequency_penalty=self.frequency_penalty,
             ),
             seed=_random.getrandbits(64) if self.seed is None else self.seed % 2**64,
-            **sampling_rules.all_ends(
-                _ends(self.ignore_eos, self.stop_token_ids, texts, limits), self.min_tokens
+            **sampling_rules.checked_ends(
+                () if self.ignore_eos else texts.end_ids(limits),
+                self.stop_token_ids or (),
+                self.min_tokens,
+                limits,
             ),
             bad_words=_bad_words(self.bad_words or (), texts, limits),
             top_log_probs=-1 if self.logprobs is None else self.logprobs,
@@ -123,7 +126,7 @@ class BeamSearchParams:
             len_penalty=self.length_penalty,
             early_stopping=1 if self.early_stopping else 0,
             return_log_probs=True,
-            **sampling_rules.all_ends(_ends(self.ignore_eos, None, texts, limits), 0),
+            **sampling_rules.all_ends(() if self.ignore_eos else texts.end_ids(limits), 0),
         )
 
 
@@ -180,17 +183,6 @@ def _check_types(params: SamplingParams | BeamSearchParams | PoolingParams) -> N
         msgspec.convert(values, type(params), strict=True)
     except msgspec.ValidationError as error:
         raise RequestError(f"{type(params).__name__}: {error}") from None
-
-
-def _ends(
-    ignore_eos: bool, stop_token_ids: Sequence[int] | None, texts: TextService, limits: Limits
-) -> list[int]:
-    mine = list(stop_token_ids or ())
-    wrong = [token for token in mine if not 0 <= token < limits.vocab_size]
-    if wrong:
-        raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
-    request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
-    return [*([] if ignore_eos else texts.end_ids(limits)), *mine]
 
 
 def _bad_words(words: Sequence[str], texts: TextService, limits: Limits) -> list[list[int]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tridecode.backend.base.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
-from tridecode.backend.service.client_request import FAILURES, ClientRequest
+from tridecode.backend.base.errors import RequestCancelled, TridecodeError
+from tridecode.backend.service.client_request import FAILURES, ClientRequest, failure_of, failure_text
 from tridecode.backend.service.link import Link
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.text.token_texts import TokenTexts
@@ -77,7 +77,7 @@ class Running(ClientRequest):
         while self._events and self._failure is None:
             row, event = self._events.popleft()
             if event.finish in FAILURES:
-                self.fail(_error_of(event))
+                self.fail(failure_of(event)(failure_text(event)))
             else:
                 events.append((row, event))
                 self._tokens[row] += event.tokens
@@ -114,9 +114,3 @@ def _logprobs(token: int, top: TopLogProbs, texts: TokenTexts) -> dict[int, Logp
     }
     found.setdefault(token, Logprob(top.log_prob, top.rank, texts.label(token)))
     return found
-
-
-def _error_of(event: Event) -> TridecodeError:
-    code, text = FAILURES[event.finish]
-    error = BY_CODE[event.code if event.code in BY_CODE else code]
-    return (DeadlineError if event.finish == "deadline" else error)(event.error or text)

@@ -130,15 +130,13 @@ def serve(
     if openai_port is None and is_checkpoint(repository):
         openai_port = usual_openai_port(address)
 
-    def options_of(folder: Path) -> ServeOptions:
-        return ServeOptions(
-            folder, http_port, grpc_port, metrics_port, address, door_python, drain_s,
-            tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after, openai_port,
-        )  # fmt: skip
-
     def run() -> int:
         conversion = Conversion(quantize, tp, tuple(names(contract)), for_clients)
-        options = options_of(find_repository(repository, conversion, cache))
+        options = ServeOptions(
+            find_repository(repository, conversion, cache),
+            http_port, grpc_port, metrics_port, address, door_python, drain_s,
+            tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after, openai_port,
+        )  # fmt: skip
         if openai_port is not None:
             os.environ.update(options.openai_environment())
         return serving.serve(options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import signal
 import sys
@@ -21,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 
+from tests.reliability.faults import pause, signal_to
 from tests.reliability.front.calls import Address, Reply, call, post
 from tests.reliability.report import table
 from tests.reliability.service import Service, build_repository, end_on_sigterm
@@ -66,38 +65,18 @@ class Fault:
     settle_s: float = 1.0
 
 
-def _signalled(role: str, signum: int) -> Callable[[Service], None]:
-    def strike(service: Service) -> None:
-        service.roles()[role].send_signal(signum)
-
-    return strike
-
-
-def _paused(service: Service) -> Callable[[], None]:
-    stopped = list(service.roles().values())
-    for process in stopped:
-        process.suspend()
-
-    def resume() -> None:
-        for process in stopped:
-            with contextlib.suppress(psutil.Error):
-                process.resume()
-
-    return resume
-
-
 FAULTS = [
-    Fault("kill:front:0", _signalled("front:0", signal.SIGKILL), breaks=True),
-    Fault("stop:front:0", _signalled("front:0", signal.SIGSTOP), settle_s=6.0),
-    Fault("kill:front", _signalled("front", signal.SIGKILL), breaks=True),
-    Fault("stop:front", _signalled("front", signal.SIGSTOP), settle_s=6.0),
-    Fault("kill:rank0", _signalled("rank0", signal.SIGKILL)),
-    Fault("stop:rank0", _signalled("rank0", signal.SIGSTOP), settle_s=6.0),
-    Fault("kill:supervisor", _signalled("supervisor", signal.SIGKILL)),
-    Fault("stop:supervisor", _signalled("supervisor", signal.SIGSTOP), settle_s=6.0),
-    Fault("kill:tritonserver", _signalled("tritonserver", signal.SIGKILL)),
-    Fault("pause:all", _paused, pause_s=6.0),
-    Fault("kill:serve", _signalled("serve", signal.SIGKILL), breaks=True, ends=True),
+    Fault("kill:front:0", signal_to("front:0", signal.SIGKILL), breaks=True),
+    Fault("stop:front:0", signal_to("front:0", signal.SIGSTOP), settle_s=6.0),
+    Fault("kill:front", signal_to("front", signal.SIGKILL), breaks=True),
+    Fault("stop:front", signal_to("front", signal.SIGSTOP), settle_s=6.0),
+    Fault("kill:rank0", signal_to("rank0", signal.SIGKILL)),
+    Fault("stop:rank0", signal_to("rank0", signal.SIGSTOP), settle_s=6.0),
+    Fault("kill:supervisor", signal_to("supervisor", signal.SIGKILL)),
+    Fault("stop:supervisor", signal_to("supervisor", signal.SIGSTOP), settle_s=6.0),
+    Fault("kill:tritonserver", signal_to("tritonserver", signal.SIGKILL)),
+    Fault("pause:all", pause("all"), pause_s=6.0),
+    Fault("kill:serve", signal_to("serve", signal.SIGKILL), breaks=True, ends=True),
 ]
 
 
