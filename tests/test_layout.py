@@ -49,6 +49,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "backend.base": {"backend.base"},
     "backend.wire": {"backend.wire"},
+    "backend.wire.structured_output": {"backend.base.errors"},
     "backend.chat": {"backend.chat", "backend.base"},
     "backend.configuration": {
         "backend.configuration",
@@ -156,6 +157,7 @@ TORCH_FREE = (
     "backend.wire.prompt_learning",
     "backend.wire.prompt_tables",
     "backend.wire.sampling_params",
+    "backend.wire.structured_output",
     "backend.engine.prompt_tables.book",
     "backend.engine.prompt_tables.plan",
     "backend.engine.adapters.table",

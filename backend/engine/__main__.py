@@ -35,7 +35,7 @@ from tridecode.backend.engine.loop import DecodeLoop, follow
 from tridecode.backend.engine.ranks.agreement import AgreementError, PeerLost, StepDigest, facts_of
 from tridecode.backend.engine.ranks.join_meeting import join, set_gpu
 from tridecode.backend.engine.ranks.parallel import Joining, ProcessRanks, Ranks, SingleRank
-from tridecode.backend.engine.scheduler_factory import make_scheduler
+from tridecode.backend.engine.scheduler_factory import GRAMMAR_FAULT, make_scheduler
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.wire import messages as m
@@ -140,6 +140,8 @@ def door_limits(engine: Engine) -> m.Limits:
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,
         max_logits_bytes=config.max_logits_bytes,
+        max_grammar_bytes=config.max_grammar_bytes,
+        grammar_fault=GRAMMAR_FAULT,
         start_id=model.start_id,
         end_id=model.end_id,
         more_end_ids=list(model.more_end_ids),

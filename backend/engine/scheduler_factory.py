@@ -14,6 +14,9 @@ from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.kernels.operands import Heads
 
+#: why no answer can obey a grammar; "": it can
+GRAMMAR_FAULT = "this version does not implement it"
+
 
 def limits_of(engine: Engine) -> SchedulerLimits:
     """Return the limits of an engine's scheduler."""
@@ -37,6 +40,8 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         micro_batches=engine.micro_batches,
         spread_tokens=spread_tokens(engine.model_config, config, engine.device),
         cache_scope=config.cache_scope if config.prefix_cache else "none",
+        max_grammar_bytes=config.max_grammar_bytes,
+        grammar_fault=GRAMMAR_FAULT,
     )
 
 

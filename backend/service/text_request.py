@@ -9,6 +9,7 @@ from typing import Union
 from tridecode.backend.service.learned_prompts import RowPrompt
 from tridecode.backend.service.limits import TextLimits
 from tridecode.backend.wire.sampling_params import SamplingParams
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 _ID_BYTES = 4
 
@@ -33,6 +34,7 @@ class TextRequest:
     min_tokens: see Completion. keep_last: number of tokens of a longer prompt to keep, from its end; 0: all.
     skip_special: omit special tokens from the answer, except for shown_tokens; None: use the service's
     setting. log_probs: of alternatives. tables: the table of virtual tokens of each text; (): none has one.
+    structured_outputs: what the answers to each text obey; (): none obeys anything.
     add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves
     less room; otherwise the request is refused. first_row: number of the first text among the client's.
     """
@@ -51,6 +53,7 @@ class TextRequest:
     shown_tokens: tuple[str, ...] = ()
     log_probs: bool = False
     tables: Sequence[RowPrompt | None] = ()
+    structured_outputs: Sequence[StructuredOutput | None] = ()
     add_special_tokens: bool = True
     cut: bool = False
     names: FieldNames = FieldNames()

@@ -29,7 +29,9 @@ from tridecode.backend.service.text_tokenizer import TextTokenizer
 from tridecode.backend.text.completion import Answer, Completion, Siblings
 from tridecode.backend.text.encoding import bad_word_ids
 from tridecode.backend.text.stop_words import StopAutomaton
+from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 _log = logging.getLogger("tridecode.service")
 
@@ -85,6 +87,10 @@ class TextService:
             request_limits.check_stop_words(words, asked.names.stop_words)
         request_limits.check_sequences(sum(one.num_slots for one in asked.params), limits)
         tables = asked.tables or [None] * len(asked.prompts)
+        outputs = asked.structured_outputs or [None] * len(asked.prompts)
+        for output in outputs:
+            if output is not None:
+                structured_output.check(output, limits.max_grammar_bytes, limits.grammar_fault)
         prompts, placed, params = self._tokenise(asked, tables, limits, client)
         _check_logits(prompts, params, limits)
         automata = {words: StopAutomaton(words) for words in set(asked.stop_words)}
@@ -97,7 +103,7 @@ class TextService:
             sink = partial(_put, client, len(rows))
             siblings = Siblings(one.num_sequences, partial(client.cancel_row, row))
             rows += self._completions(asked, row, prompt, one, automata[words], siblings)
-            sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row])
+            sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row], outputs[row])
             submissions.append(Submission([sequence], sink, asked.priorities[row]))
         return PreparedText(rows, submissions)
 
@@ -232,11 +238,14 @@ def _put(client: ClientRequest, first: int, event: Event) -> None:
 
 
 def _sequence(
-    ids: np.ndarray, params: SamplingParams, lora_name: str, table: RowPrompt | None
+    ids: np.ndarray,
+    params: SamplingParams,
+    lora_name: str,
+    table: RowPrompt | None,
+    output: StructuredOutput | None,
 ) -> SequenceRequest:
-    return SequenceRequest(
-        ids.astype("<i4").tobytes(), params, lora_name, None if table is None else table.learned
-    )
+    learned = None if table is None else table.learned
+    return SequenceRequest(ids.astype("<i4").tobytes(), params, lora_name, learned, output)
 
 
 def _fit(

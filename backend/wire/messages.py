@@ -10,11 +10,13 @@ from typing import Any, Optional, Union
 
 import msgspec
 
-from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits
+from tridecode.backend.wire.limits import Limits
+from tridecode.backend.wire.prompt_learning import LearnedPrompt
 from tridecode.backend.wire.sampling_params import SamplingParams
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_LORA_NAME = 128  # characters
 
 
@@ -27,6 +29,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     params: SamplingParams = SamplingParams()
     lora_name: str = ""  # name of the adapter; "": the base model
     learned: Optional[LearnedPrompt] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    structured_output: Optional[StructuredOutput] = None  # noqa: UP045
 
 
 # ---------------------------------------------------------------- door -> engine
@@ -142,25 +145,6 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 
 
 # ---------------------------------------------------------------- engine -> door
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """The limits that a door checks before it sends a request."""
-
-    vocab_size: int
-    max_sequence_tokens: int  # prompt + new tokens
-    max_sequences: int
-    max_queued_requests: int
-    max_bad_word_tokens: int
-    max_stop_word_tokens: int
-    start_id: int
-    end_id: int
-    model_name: str
-    hidden_size: int = 0
-    request_timeout_s: float = 3600.0  # deadline of a request without one
-    prompts: PromptLimits = PromptLimits()
-    max_logits_bytes: int = 256 << 20  # bytes of the logits that one request returns
-    more_end_ids: list[int] = []  # further tokens that end a text, as end_id does
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Optional
 
 import msgspec
 import numpy as np
 
-from tridecode.backend.base.errors import RequestError, UnsupportedError
+from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.doors.answers.logit_tensors import WantedLogits
 from tridecode.backend.doors.contracts.field import SAMPLING_PARAMS
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.requests import fields
 from tridecode.backend.service import limits as request_limits
+from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.messages import Limits, SamplingParams, SequenceRequest
 from tridecode.backend.wire.sampling_params import MAX_TOP_LOG_PROBS, check
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 _NAME = SAMPLING_PARAMS.name
 #: inputs that go together with the JSON object
@@ -25,7 +28,9 @@ _TOGETHER = ("input_ids", "input_lengths", "request_output_len", _NAME, "priorit
 
 
 class _Strict(SamplingParams, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """SamplingParams without the tolerance for fields that it does not know."""
+    """SamplingParams and the structured output, without the tolerance for fields that it does not know."""
+
+    structured_output: Optional[StructuredOutput] = None  # noqa: UP045  Python 3.9
 
 
 _decoder = msgspec.json.Decoder(_Strict)
@@ -57,12 +62,17 @@ def exact_sequences(
     )
     lora_names = fields.lora_names(inputs, len(prompts))
     return [
-        SequenceRequest(prompt.astype("<i4").tobytes(), one, name)
+        SequenceRequest(
+            prompt.astype("<i4").tobytes(),
+            msgspec.structs.replace(one, structured_output=None),
+            name,
+            structured_output=one.structured_output,
+        )
         for prompt, one, name in zip(prompts, params, lora_names)
     ]
 
 
-def _read(text: bytes, where: str, limits: Limits) -> SamplingParams:
+def _read(text: bytes, where: str, limits: Limits) -> _Strict:
     """Return the parameters of one row, in range."""
     try:
         params = _decoder.decode(text)
@@ -70,6 +80,11 @@ def _read(text: bytes, where: str, limits: Limits) -> SamplingParams:
         raise RequestError(f"{where} is not a JSON object of sampling parameters: {error}") from None
     if params.beam_width > 1:
         raise UnsupportedError(f"{where} has beam_width {params.beam_width}; wanted 1 here")
+    if params.structured_output is not None:
+        try:
+            structured_output.check(params.structured_output, limits.max_grammar_bytes, limits.grammar_fault)
+        except TridecodeError as error:
+            raise type(error)(f"{where}: {error}") from None
     if complaint := check(params):
         raise RequestError(f"{where}: {complaint}")
     if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Generic, TypeVar
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError
-from tridecode.backend.wire import sampling_params
+from tridecode.backend.wire import sampling_params, structured_output
 from tridecode.backend.wire.sampling_params import MAX_TOP_LOG_PROBS, SamplingParams
 
 Item = TypeVar("Item")
@@ -23,7 +23,8 @@ class SchedulerLimits:
     model cannot run with a ring (sessions.py); "" if it can. micro_batches: plans in flight over which the
     decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
     1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
-    queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py.
+    queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py. grammar_fault:
+    why no answer can obey a grammar; "": it can.
     """
 
     num_blocks: int
@@ -43,6 +44,8 @@ class SchedulerLimits:
     micro_batches: int = 1
     spread_tokens: int = 0
     cache_scope: str = "all"
+    max_grammar_bytes: int = structured_output.MAX_GRAMMAR_BYTES
+    grammar_fault: str = ""
 
 
 @dataclass

@@ -45,6 +45,7 @@ from tridecode.backend.engine.schedule.sequence_outputs import (
     needs_prompt,
 )
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.messages import Event, Sent, SequenceRequest, Submit
 
 
@@ -133,6 +134,10 @@ class Scheduler:
                 raise RequestError(fault if index == 0 else f"sequence {index}: {fault}")
             if wanted.lora_name:
                 self.adapters.check(wanted.lora_name)
+            if wanted.structured_output is not None:
+                structured_output.check(
+                    wanted.structured_output, self.limits.max_grammar_bytes, self.limits.grammar_fault
+                )
         if submit.sent:
             resumption.check(submit, self.limits.vocab_size)
         table_bytes = sum(len(s.learned.values) for s in submit.sequences if s.learned is not None)

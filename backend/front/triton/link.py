@@ -242,7 +242,7 @@ def _arrays(sequences: Sequence[m.SequenceRequest], priority: int, resume: bool)
         "input_ids": ids,
         "input_lengths": _column([len(prompt) for prompt in prompts]),
         "request_output_len": _column([one.params.max_tokens for one in sequences]),
-        PARAMS: _column([msgspec.json.encode(one.params) for one in sequences], np.object_),
+        PARAMS: _column([_params(one) for one in sequences], np.object_),
         "resume": _column([resume] * len(sequences), np.bool_),
     }
     if priority:
@@ -250,6 +250,15 @@ def _arrays(sequences: Sequence[m.SequenceRequest], priority: int, resume: bool)
     if any(sequence.lora_name for sequence in sequences):
         arrays["lora_name"] = _column([one.lora_name.encode() for one in sequences], np.object_)
     return arrays
+
+
+def _params(sequence: m.SequenceRequest) -> bytes:
+    """Return the sampling parameters and the structured output as one JSON object."""
+    if sequence.structured_output is None:
+        return msgspec.json.encode(sequence.params)
+    values = msgspec.to_builtins(sequence.params)
+    values["structured_output"] = msgspec.to_builtins(sequence.structured_output)
+    return msgspec.json.encode(values)
 
 
 def _column(values: Sequence[Any], dtype: type = np.int32) -> np.ndarray:

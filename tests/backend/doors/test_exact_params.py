@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORME
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams, Welcome, decode
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 #: each value has no exact float32
 PARAMS = SamplingParams(
@@ -105,6 +107,15 @@ BAD = [
     (b'{"bad_words": [[]]}', "empty word"),
     (b'{"bad_words": [[' + b"5," * 64 + b"5]]}", "65 token ids"),
     (b"\xff\xfe", "not a JSON object"),
+    (
+        b'{"structured_output": {"kind": "yaml"}}',
+        "structured_output has the kind 'yaml'; wanted one of json_schema",
+    ),
+    (b'{"structured_output": {"kind": "regex"}}', "structured_output has the kind regex and 0 bytes"),
+    (
+        b'{"structured_output": {"kind": "json", "text": "{}"}}',
+        "kind json and 2 bytes of text; wanted nothing",
+    ),
     (b'{"num_return_sequences": 65}', "num_return_sequences is 65"),
 ]
 
@@ -131,3 +142,23 @@ def test_logits_beyond_the_limit_are_refused_before_the_engine_has_them() -> Non
 def test_a_welcome_has_a_form_in_json() -> None:
     text = msgspec.json.encode(Welcome(3, LIMITS))
     assert msgspec.json.decode(text, type=Welcome) == Welcome(3, LIMITS)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_structured_output_reaches_the_engine_as_sent(model: str) -> None:
+    output = StructuredOutput("regex", "[0-9]+ €")
+    text = json.dumps({"max_tokens": 6, "structured_output": msgspec.to_builtins(output)}).encode()
+    with door_of(*MODELS[model], decoupled=True) as door:
+        events_of(fake_triton.ask(door, request_of([1, 2], params=text)))
+        (submit,) = door.test_engine.submits
+    assert [one.structured_output for one in submit.sequences] == [output]
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_an_engine_without_grammars_is_named_before_it_gets_the_request(model: str) -> None:
+    limits = msgspec.structs.replace(LIMITS, grammar_fault="this engine has no tokenizer")
+    text = json.dumps({"structured_output": {"kind": "json"}}).encode()
+    with door_of(*MODELS[model], decoupled=True, limits=limits) as door:
+        code, message = refusal(fake_triton.ask(door, request_of([1, 2], params=text)))
+        assert door.test_engine.submits == []
+    assert code == "UNSUPPORTED" and "structured_output is json, and this engine has no tokenizer" in message
