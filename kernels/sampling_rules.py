@@ -43,6 +43,15 @@ def _is_divided(records: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------ rules that change logits
 
 
+def _mask(x: Tensor, rows: SlotRows) -> None:
+    """Exclude the ids whose bits are 0 in the mask of a slot that is masked."""
+    masks = rows.state.masks[rows.slots]
+    ids = torch.arange(rows.first_id, rows.first_id + x.shape[1], device=x.device)
+    words = masks[:, (ids // 32).clamp(max=masks.shape[1] - 1)]  # columns that pad a share have no bits
+    is_possible = (words >> (ids % 32).int() & 1).bool() | (rows.column("masked") == 0)
+    x.masked_fill_(~is_possible, -torch.inf)
+
+
 def _ban_words(x: Tensor, rows: SlotRows) -> None:
     """Exclude the last id of each bad word whose other ids end the history."""
     ids, ends = rows.state.bad_ids[rows.slots].long(), rows.state.bad_ends[rows.slots].long()
@@ -97,6 +106,7 @@ class LogitRule:
 
 
 LOGIT_RULES = {
+    "mask": LogitRule(lambda records: records["masked"] != 0, _mask),
     "bad words": LogitRule(lambda records: records["num_bad_words"] > 0, _ban_words),
     "temperature": LogitRule(_is_divided, _divide),
     "penalties": LogitRule(is_penalised, _penalise),

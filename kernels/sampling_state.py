@@ -31,9 +31,13 @@ class SamplingState:
     MOST_DRAFTS) int32, draft tokens after last_tokens, proposed by a drafter on the device. history: (S, L)
     int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16, occurrences of each id
     in prompt and output, kept only for slots with penalties. bad_ids, bad_ends: (S, W) int32: ids of all bad
-    words, concatenated, and their cumulative ends. started: (S,) SLOT records on the host, copies of the
-    slots when their sequences started. Parameters equal those on the device; columns that sampling changes
-    are stale.
+    words, concatenated, and their cumulative ends. masks: (S, W) int32, bit id % 32 of word id // 32 is set
+    for each possible id of the whole vocabulary, read only for slots that are `masked`; the address never
+    changes, so a step may be a CUDA graph. A slot's mask is that of its next token: a slot start writes one
+    that holds for all tokens, and before each step of a sequence that obeys a grammar the step's masks
+    replace it (engine/parts/masks.py); where a request has several such limits, the host ANDs them. started:
+    (S,) SLOT records on the host, copies of the slots when their sequences started. Parameters equal those on
+    the device; columns that sampling changes are stale.
     """
 
     slots: Tensor
@@ -44,6 +48,7 @@ class SamplingState:
     counts: Tensor
     bad_ids: Tensor
     bad_ends: Tensor
+    masks: Tensor
     started: np.ndarray = None  # type: ignore[assignment]  # the default: read from slots
 
     def __post_init__(self) -> None:
@@ -52,10 +57,18 @@ class SamplingState:
 
     @classmethod
     def allocate(
-        cls, slots: int, max_tokens: int, vocab_size: int, max_bad_word_tokens: int, device: torch.device
+        cls,
+        slots: int,
+        max_tokens: int,
+        vocab_size: int,
+        max_bad_word_tokens: int,
+        device: torch.device,
+        whole_vocab_size: int | None = None,
     ) -> SamplingState:
         """Allocate for `slots` sequences of up to max_tokens tokens; every slot draws from the whole
         vocabulary.
+
+        vocab_size: columns of this rank's logits. whole_vocab_size: ids of all ranks; None: the same.
         """
         neutral = np.zeros(slots, SLOT)
         for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "repetition_penalty"):
@@ -74,6 +87,7 @@ class SamplingState:
             counts=zeros(vocab_size, torch.int16),
             bad_ids=zeros(max_bad_word_tokens),
             bad_ends=zeros(max_bad_word_tokens),
+            masks=zeros(mask_words(whole_vocab_size or vocab_size)),
             started=neutral.copy(),
         )
 
@@ -111,6 +125,11 @@ class SlotRows:
         """Return some of the rows, given as a slice or indices."""
         index = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.slots.device)
         return SlotRows(self.state, self.slots[index], self.records[rows], self.first_id)
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return the words of 32 bits in a mask of this vocabulary."""
+    return -(-vocab_size // 32)
 
 
 def words(records: np.ndarray) -> Tensor:

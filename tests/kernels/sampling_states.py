@@ -30,6 +30,13 @@ def _end_ids(random: np.random.Generator, vocab: int) -> Tensor:
     return torch.from_numpy(ids)
 
 
+def packed(possible: np.ndarray, state: SamplingState) -> Tensor:
+    """(W,) int32, a slot's mask, of (V,) bool. The bits beyond the vocabulary are set: nothing reads them."""
+    bits = np.ones(32 * state.masks.shape[1], bool)
+    bits[: len(possible)] = possible
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4"))
+
+
 def random_state(
     device: torch.device,
     vocab: int,
@@ -59,11 +66,13 @@ def random_state(
             "top_p_decay": float(random.choice([1.0, 0.9])),
             "top_p_min": 0.2,
             "top_p_reset_id": int(random.integers(-1, vocab)),
+            "masked": int(random.integers(0, 2)),
             **always,
         }
         some["top_p_now"] = some["top_p"]
         for name, value in some.items():
             state.column(name)[slot] = value
+        state.masks[slot] = packed(random.random(vocab) < random.choice([0.02, 0.5, 1.0]), state)
         history = random.integers(0, vocab, HISTORY)
         length = int(random.integers(3, HISTORY + 1))
         state.history[slot] = torch.from_numpy(history.astype(np.int32))

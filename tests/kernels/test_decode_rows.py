@@ -168,7 +168,17 @@ def check_results(
     for start, kept, likely in zip(starts, case.tokens, case.log_probs):
         assert tokens[start : start + len(kept)].tolist() == kept
         assert log_probs[start : start + len(kept)].tolist() == pytest.approx(likely, abs=2e-4)
-    for name in ("slots", "last_tokens", "lengths", "drafts", "history", "counts", "bad_ids", "bad_ends"):
+    for name in (
+        "slots",
+        "last_tokens",
+        "lengths",
+        "drafts",
+        "history",
+        "counts",
+        "bad_ids",
+        "bad_ends",
+        "masks",
+    ):
         found, wanted = getattr(state, name).cpu(), getattr(case.after, name)
         assert torch.equal(found, wanted), (name, (found != wanted).nonzero()[:5].tolist())
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Place
+from tests.kernels.sampling_states import packed
 from tridecode.kernels.philox import philox, uniforms
 from tridecode.kernels.sampling_state import BROKEN_LOGITS, MOST_COUNTED, NO_TOKEN, SLOT, SamplingState
 
@@ -215,6 +216,50 @@ def test_bad_words_are_stopped_at_their_last_id(place: Place):
     assert state.history[:, :4].tolist() == [[1, 2, 3, 9], [2, 3, 9, 0], [3, 7, 0, 0]]
     tokens, _ = run(place, logits, [0, 1, 2], state)
     assert state.column("history_length").tolist() == [4, 4, 3]  # a full history does not grow
+
+
+@pytest.mark.parametrize("vocab", [7, 1000, 50257, 128256])
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_masked_slot_draws_only_from_the_ids_of_its_mask(place: Place, vocab: int, share: float):
+    """Every second slot is masked; the largest logits are impossible there, and one is not a number."""
+    settings = [
+        {"top_k": 1},
+        {"top_k": 0},
+        {"top_k": 40},
+        {"top_k": 0, "top_p_now": 0.6},
+        {"top_k": 3, "top_p_now": 0.9},
+        {"top_k": 0, "min_p": 0.01},
+        {"top_k": 0, "min_p": 1e-4, "top_p_now": 0.95},
+    ]
+    logits = torch.randn(2 * len(settings), vocab, generator=place.generator) * 3
+    possible = torch.rand(vocab, generator=place.generator).numpy() < share
+    possible[[1, vocab - 1]] = True, False
+    state = make_state(place, 2 * len(settings), vocab)
+    for slot in range(2 * len(settings)):
+        some = settings[slot // 2]
+        configure(state, slot, masked=slot % 2, seed=slot, generated=slot, return_log_probs=1, **some)
+        state.masks[slot] = packed(possible, state).to(place.device)
+        if slot % 2:
+            logits[slot, torch.from_numpy(~possible)] += 60.0
+            logits[slot, vocab - 1] = torch.nan
+    tokens, log_probs = run(place, logits, list(range(2 * len(settings))), state)
+    for slot, (token, log_prob) in enumerate(zip(tokens, log_probs)):
+        some, row = settings[slot // 2], logits[slot].double().numpy()
+        if slot % 2:
+            row = np.where(possible, row, -np.inf)
+            assert possible[token]
+        top_k, top_p, min_p = some["top_k"], some.get("top_p_now", 1.0), some.get("min_p", 0.0)
+        wanted = expected_draw(row, top_k, np.float32(top_p), slot, slot, np.float32(min_p))
+        assert token == (int(row.argmax()) if top_k == 1 else wanted), slot
+        assert log_prob == pytest.approx(float(torch.from_numpy(row).log_softmax(0)[token]), abs=1e-3)
+
+
+def test_a_mask_without_an_id_leaves_no_token(place: Place):
+    state = make_state(place, 6, 5000)
+    for slot, values in enumerate(NOTHING_LEFT.values()):
+        configure(state, slot, masked=1, **values)
+    tokens, log_probs = run(place, torch.zeros(6, 5000), list(range(6)), state)
+    assert tokens == [NO_TOKEN] * 6 and log_probs == [0.0] * 6
 
 
 def end_ids(place: Place, *ids: int) -> Tensor:

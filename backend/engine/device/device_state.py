@@ -58,7 +58,9 @@ class DeviceState:
         self.work = Workspace.allocate(
             model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device, columns
         )
-        self.sampling = SamplingState.allocate(rows, longest, columns, config.max_bad_word_tokens, device)
+        self.sampling = SamplingState.allocate(
+            rows, longest, columns, config.max_bad_word_tokens, device, model.vocab_size
+        )
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )

@@ -32,6 +32,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
         row["end_ids"][: len(start.params.end_ids)] = start.params.end_ids
     rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
     rows["top_p_now"] = [start.top_p for start in starts]
+    rows["masked"] = [start.masked for start in starts]
     rows["generated"] = [start.generated for start in starts]
     rows["history_length"] = [len(start.history) for start in starts]
     slots = _on_device(torch.tensor([start.slot for start in starts]), device)

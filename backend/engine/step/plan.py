@@ -23,6 +23,7 @@ class SlotStart:
     history: int32, the prompt and the output so far.
     generated: number of output tokens in it; the counter of the sequence's random generator.
     top_p: its value now, after `generated` tokens of decay.
+    masked: whether a mask limits its tokens, which the steps bring (engine/parts/masks.py).
     """
 
     slot: int
@@ -30,6 +31,7 @@ class SlotStart:
     history: np.ndarray
     generated: int
     top_p: float
+    masked: bool = False
 
 
 class StepPart:

@@ -30,6 +30,7 @@ class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     history: bytes
     generated: int
     top_p: float
+    masked: bool
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,7 +57,7 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 def encode(plan: StepPlan) -> bytes:
     """Encode the plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
-    starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p) for s in plan.starts]
+    starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p, s.masked) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(
             step=plan.step,
@@ -132,7 +133,7 @@ def _array(frame: _Frame, name: str, count: int) -> np.ndarray:
 def _start(frame: _Frame, start: _Start) -> SlotStart:
     where = f"plan {frame.step} from rank 0: history of slot {start.slot}"
     history = read_ints(start.history, len(start.history) // _INT.itemsize, where)
-    return SlotStart(start.slot, start.params, history, start.generated, start.top_p)
+    return SlotStart(start.slot, start.params, history, start.generated, start.top_p, start.masked)
 
 
 def _check_rows(plan: StepPlan) -> None:

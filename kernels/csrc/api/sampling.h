@@ -18,9 +18,10 @@ typedef struct {
   int16_t* counts;                 // (slots, vocab_size)
   const int* bad_ids;              // (slots, bad_size)
   const int* bad_ends;             // (slots, bad_size)
+  const unsigned int* masks;       // (slots, mask_words), a bit for each id of the whole vocabulary
   int* tokens;                     // (num_rows), written
   float* log_probs;                // (num_rows), written
-  int num_rows, vocab_size, history_size, bad_size;
+  int num_rows, vocab_size, history_size, bad_size, mask_words;
   int64_t logits_stride;
   void* scratch;           // tridecode_sample_scratch() bytes
   unsigned int* counters;  // (num_rows), zero before and after each launch
@@ -54,9 +55,10 @@ typedef struct {
   int16_t* counts;
   const int* bad_ids;
   const int* bad_ends;
+  const unsigned int* masks;
   int* tokens;
   float* log_probs;
-  int num_rows, vocab_size, history_size, bad_size;
+  int num_rows, vocab_size, history_size, bad_size, mask_words;
   int64_t logits_stride;
   void* scratch;
   unsigned int* counters;

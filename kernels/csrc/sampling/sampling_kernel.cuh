@@ -1,6 +1,6 @@
-// The next token of each row, in one launch: bad words, temperature, penalties, minimum length,
-// log-probability, then the largest logit or a draw after min-p, top-k and top-p, and the update of
-// the sequence's slot.
+// The next token of each row, in one launch: mask, bad words, temperature, penalties, minimum
+// length, log-probability, then the largest logit or a draw after min-p, top-k and top-p, and the
+// update of the sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
 // blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw

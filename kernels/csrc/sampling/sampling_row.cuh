@@ -1,5 +1,5 @@
 // A row of logits for sampling: order of logits, random numbers, and the effects of temperature,
-// penalties, bad words and end ids on a logit.
+// penalties, masks, bad words and end ids on a logit.
 #pragma once
 #include "sampling/sampling_exchange.cuh"
 
@@ -112,6 +112,7 @@ template <bool SHARED, bool SEVERAL = false>
 struct Row {
   const float* logits;
   const int16_t* counts;  // null: no penalties
+  const unsigned* mask;   // null: every id is possible
   float temperature, repetition, presence, frequency, top_p, min_p;
   int top_k, generated, vocab;
   int first_id;  // SHARED
@@ -154,8 +155,13 @@ struct Row {
     }
     return x;
   }
+  // The bits of the mask from the id at a column to the end of its word.
+  __device__ __forceinline__ unsigned mask_at(int column) const {
+    const unsigned id = unsigned(id_at(column));
+    return mask ? __ldg(mask + id / 32) >> (id % 32) : ~0u;
+  }
   __device__ __forceinline__ float value_at(int column) const {
-    return adjust(logits[column], column);
+    return mask_at(column) & 1u ? adjust(logits[column], column) : -CUDART_INF_F;
   }
   // Columns first .. first + 3, first a multiple of 4; -inf beyond the vocabulary.
   __device__ __forceinline__ void load4(int first, float (&x)[4]) const {
@@ -166,10 +172,11 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? logits[first + i] : -CUDART_INF_F;
     }
+    const unsigned possible = first < vocab ? mask_at(first) : 0u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (first + i < vocab)
-        x[i] = adjust(x[i], first + i);
+        x[i] = possible >> i & 1u ? adjust(x[i], first + i) : -CUDART_INF_F;
       else if (SHARED)
         x[i] = -CUDART_INF_F;
     }
@@ -198,6 +205,7 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   const bool neutral = row.repetition == 1.0f && row.presence == 0.0f && row.frequency == 0.0f;
   const int columns = SHARED ? task.counts_stride : task.vocab_size;
   row.counts = neutral ? nullptr : task.counts + int64_t(slot) * columns;
+  row.mask = s.masked ? task.masks + int64_t(slot) * task.mask_words : nullptr;
   row.generated = s.generated;
   row.greedy = s.top_k == 1 || s.temperature == 0.0f;
   row.log_probs = s.return_log_probs;
@@ -224,7 +232,7 @@ __device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& ta
   const Row<false> first = row_at<false>(task, index, slot);
   const Slot& s = task.state[slot];
   Row<false, true> row;
-  row.logits = first.logits, row.counts = first.counts;
+  row.logits = first.logits, row.counts = first.counts, row.mask = first.mask;
   row.temperature = first.temperature, row.repetition = first.repetition;
   row.presence = first.presence, row.frequency = first.frequency;
   row.top_p = first.top_p, row.min_p = first.min_p, row.top_k = first.top_k;

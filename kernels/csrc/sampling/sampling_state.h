@@ -17,6 +17,7 @@ typedef struct {
   // derived from them
   int end_ids[16];  // tokens that end the sequence; -1: none
   int num_bad_words;
+  int masked;  // not 0: only the ids whose bits are set in the slot's mask are possible
   // state of the sequence
   float top_p_now;     // top_p after decay
   int generated;       // tokens sampled so far: the counter of the random generator

@@ -55,6 +55,7 @@ int tridecode_verify(const tridecode_verify_task* given, void* stream) {
     task.logits = given->logits, task.slots = given->slots, task.state = given->state;
     task.last_tokens = given->last_tokens, task.history = given->history;
     task.counts = given->counts, task.bad_ids = given->bad_ids, task.bad_ends = given->bad_ends;
+    task.masks = given->masks, task.mask_words = given->mask_words;
     task.tokens = given->tokens, task.log_probs = given->log_probs;
     task.num_rows = given->num_rows, task.vocab_size = given->vocab_size;
     task.history_size = given->history_size, task.bad_size = given->bad_size;

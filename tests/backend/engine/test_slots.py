@@ -40,12 +40,13 @@ parameters = st.builds(
 )
 starts = st.lists(
     st.builds(
-        lambda params, history, generated: SlotStart(
-            0, params, np.array(history, np.int32), generated, params.top_p / 2
+        lambda params, history, generated, masked: SlotStart(
+            0, params, np.array(history, np.int32), generated, params.top_p / 2, masked
         ),
         parameters,
         st.lists(ids, min_size=1, max_size=6),
         st.integers(0, 9),
+        st.booleans(),
     ),
     min_size=1,
     max_size=SLOTS,
@@ -54,6 +55,7 @@ starts = st.lists(
 
 def started(sequences: list[SlotStart]) -> SamplingState:
     state = SamplingState.allocate(SLOTS, LENGTH, VOCAB, 8, CPU)
+    state.masks[:, 0] = torch.tensor([0b1010101 + slot for slot in range(SLOTS)], dtype=torch.int32)
     for slot, start in enumerate(sequences):
         start.slot = slot
     start_slots(state, sequences)
@@ -106,3 +108,4 @@ def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> 
         assert state.column("end_ids")[start.slot].tolist() == ends + [-1] * (MAX_END_IDS - len(ends))
         assert float(state.column("top_p_now")[start.slot]) == np.float32(start.params.top_p / 2)
         assert int(state.column("generated")[start.slot]) == start.generated
+        assert bool(state.column("masked")[start.slot]) == start.masked
