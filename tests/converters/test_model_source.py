@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import validate_repo_id
 
-from tests.checkpoints import save, tiny_llama
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.converters import model_source
-from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters import hub
 from tridecode.converters.model_source import find_model, is_hub_id
 
 
@@ -26,8 +23,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["gpt2", "bigscience/bloom-560m", "Qwen/Qwen2.5-0.5B", "a_b/c.d-1"])
 def test_ids_of_the_hub(model):
-    huggingface_hub.utils.validate_repo_id(model)  # the hub's own rule
-    assert is_hub_id(model)
+    validate_repo_id(model)  # the hub's own rule
+    assert is_hub_id(model) and is_hub_id(f"{model}@main") and is_hub_id(f"{model}@refs/pr/1")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +43,12 @@ def test_ids_of_the_hub(model):
         "",
         "a\\b",
         "a b",
+        "a/b@",
+        "a/b@../c",
+        "a/b@/c",
+        "a/b@c//d",
+        "a/b@c@d",
+        "@main",
     ],
 )
 def test_paths_are_no_ids_of_the_hub(model):
@@ -65,10 +68,10 @@ def test_paths_are_no_ids_of_the_hub(model):
     ],
 )
 def test_a_path_that_does_not_exist_is_refused_without_the_hub(folder, monkeypatch, capfd, model, told):
-    def ask(repository):
+    def ask(repository, revision):
         raise AssertionError(f"asked for {repository}")
 
-    monkeypatch.setattr(model_source, "_ask", ask)
+    monkeypatch.setattr(hub, "_ask", ask)
     (folder / "models").mkdir()
     (folder / "models" / "smol2").mkdir()
     (folder / "models" / "smoll.gguf").touch()
@@ -88,7 +91,7 @@ def test_a_hub_that_never_answers_is_given_up_and_the_reader_is_told_at_once(fol
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(model_source, "ANSWER_S", 1.0)
+        monkeypatch.setattr(hub, "ANSWER_S", 1.0)
         started = time.monotonic()
         with pytest.raises(CheckpointError, match="could not be reached.*no answer within 1 s|timed out"):
             find_model("ckpt/smol")
@@ -97,10 +100,10 @@ def test_a_hub_that_never_answers_is_given_up_and_the_reader_is_told_at_once(fol
 
 
 def test_a_refusal_of_the_hub_is_told_with_the_name_that_is_near(folder, monkeypatch, capfd):
-    def ask(repository):
+    def ask(repository, revision):
         raise OSError("no route\nto the hub")
 
-    monkeypatch.setattr(model_source, "_ask", ask)
+    monkeypatch.setattr(hub, "_ask", ask)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     (folder / "ckpt" / "smol2").mkdir(parents=True)
     with pytest.raises(CheckpointError) as caught:
@@ -117,38 +120,3 @@ def test_offline_nobody_is_asked(folder, monkeypatch, capfd):
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         find_model("ckpt/smol")
     assert capfd.readouterr().err == ""
-
-
-def snapshots(monkeypatch, path: Path) -> list[dict]:
-    """Calls of the hub's client, which finds everything at `path`."""
-    calls: list[dict] = []
-
-    def download(repository, **options):
-        calls.append({"repository": repository, **options})
-        return str(path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return calls
-
-
-def test_a_hub_repository_is_fetched_without_its_pickles_if_it_has_safetensors(folder, monkeypatch):
-    save(tiny_llama(), folder / "hf", tokenizer=False)
-    calls = snapshots(monkeypatch, folder / "hf")
-    monkeypatch.setattr(model_source, "_ask", lambda repository: None)
-    assert open_checkpoint("someone/a-model").config.model_type == "llama"
-    (call,) = calls
-    assert call["repository"] == "someone/a-model" and "local_files_only" not in call
-    assert "*.safetensors" in call["allow_patterns"] and "*.bin" not in call["allow_patterns"]
-
-
-def test_the_copy_in_the_hubs_cache_is_used_where_the_hub_cannot_be_reached(folder, monkeypatch):
-    save(tiny_llama(), folder / "hf", tokenizer=False)
-    calls = snapshots(monkeypatch, folder / "hf")
-
-    def ask(repository):
-        raise OSError("no route")
-
-    monkeypatch.setattr(model_source, "_ask", ask)
-    assert find_model("someone/a-model") == folder / "hf"
-    assert calls[0]["local_files_only"] is True
