@@ -23,6 +23,7 @@ from typing import Any
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.build_repo.checkpoint_digest import checkpoint_digest, converter_digest
 from tridecode.tools.build_repo.staging import check_output
+from tridecode.tools.byte_sizes import parse_bytes
 
 FOLDER_VARIABLE = "TRIDECODE_CACHE"
 BYTES_VARIABLE = "TRIDECODE_CACHE_BYTES"
@@ -30,7 +31,6 @@ DEFAULT_BYTES = 200_000_000_000
 RECORD = ".cache-entry.json"
 _DIGESTS = "digests.json"
 _ENTRY = re.compile(r"[a-z0-9][a-z0-9.-]*-[0-9a-f]{16}")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,7 @@ def size_limit() -> int:
     text = os.environ.get(BYTES_VARIABLE, "").strip()
     if not text:
         return DEFAULT_BYTES
-    found = re.fullmatch(r"([0-9]{1,15})([kmgt]?)", text.lower())
-    if found is None:
-        raise ConfigError(f"{BYTES_VARIABLE} is {text[:40]!r}; wanted a number of bytes, such as 50G")
-    return int(found[1]) * _UNITS[found[2]]
+    return parse_bytes(text, BYTES_VARIABLE)
 
 
 def _key(digest: str, conversion: Conversion) -> str:

@@ -30,7 +30,7 @@ def doctor(
       tridecode doctor models
       tridecode doctor models --gpu-memory 80GiB --gpus 2
     """
-    from tridecode.tools.doctor.sizes import parse_bytes
+    from tridecode.tools.byte_sizes import parse_bytes
 
     memory = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
 

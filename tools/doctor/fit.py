@@ -20,8 +20,8 @@ from tridecode.backend.engine.device.memory import (
 )
 from tridecode.backend.engine.device.resolved_settings import USUAL_TOKENS, resolve
 from tridecode.backend.engine.parts.table import BACKGROUND
+from tridecode.tools.byte_sizes import in_words
 from tridecode.tools.checks.findings import Finding
-from tridecode.tools.doctor.sizes import in_words
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)  # tokens of prompt and answer
 _MOST_RANKS = 64

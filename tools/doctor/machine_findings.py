@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from tridecode.kernels.build import ARCHITECTURES
+from tridecode.tools.byte_sizes import in_words
 from tridecode.tools.checks.findings import Finding
 from tridecode.tools.doctor.gpus import Cuda
 from tridecode.tools.doctor.machine import Machine
-from tridecode.tools.doctor.sizes import in_words
 
 _SHM_WANTED = 256 << 20  # each model's stub takes 1 MB at its start, and grows with what requests carry
 _NOFILE_WANTED = 4096

@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tridecode.backend.engine.parts.table import BACKGROUND
+from tridecode.tools.byte_sizes import in_words
 from tridecode.tools.checks.findings import Finding, one_line
 from tridecode.tools.doctor.diagnosis import Diagnosis
 from tridecode.tools.doctor.fit import Fit
 from tridecode.tools.doctor.machine import Machine
-from tridecode.tools.doctor.sizes import in_words
 
 
 def print_report(found: Diagnosis, console: Console) -> None:

@@ -178,19 +178,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("", 200_000_000_000), ("50G", 50 * 10**9), ("1000", 1000), ("2t", 2 * 10**12)]
+    ("text", "wanted"), [("", 200_000_000_000), ("50G", 50 << 30), ("50GB", 50 * 10**9), ("1000", 1000)]
 )
 def test_the_limit_is_read_from_the_environment(monkeypatch, text, wanted) -> None:
     monkeypatch.setenv("TRIDECODE_CACHE_BYTES", text)
     assert size_limit() == wanted
 
 
-@pytest.mark.parametrize("text", ["-1", "many", "1e9", "1 G"])
+@pytest.mark.parametrize("text", ["-1", "many", "1e9", "0", "9" * 99])
 def test_a_wrong_limit_is_refused(monkeypatch, text) -> None:
     monkeypatch.setenv("TRIDECODE_CACHE_BYTES", text)
-    with pytest.raises(
-        ConfigError, match="TRIDECODE_CACHE_BYTES is .*; wanted a number of bytes, such as 50G"
-    ):
+    with pytest.raises(ConfigError, match="TRIDECODE_CACHE_BYTES is .*; wanted"):
         size_limit()
 
 

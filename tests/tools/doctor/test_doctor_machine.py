@@ -11,10 +11,10 @@ import pytest
 
 from tests.tools.doctor.doctors import CPU_MACHINE, CUDA, GIB, GPU_MACHINE, H100, gpu
 from tridecode.backend.base.errors import ConfigError
+from tridecode.tools.byte_sizes import in_words, parse_bytes
 from tridecode.tools.doctor.gpus import Gpu, parse_smi
 from tridecode.tools.doctor.machine import Doors, Kernels, Machine, inspect_machine
 from tridecode.tools.doctor.machine_findings import machine_findings
-from tridecode.tools.doctor.sizes import in_words, parse_bytes
 
 
 def test_healthy_machines_have_no_findings():
