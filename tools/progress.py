@@ -53,6 +53,43 @@ class Progress:
             self._last, self._logged_at = text, time.monotonic()
 
 
+class Bar:
+    """A context manager that shows a bar and a text on a terminal, and nothing without one.
+
+    console: of stderr; `print` to it while the bar is shown. shows: False shows nothing on a terminal either.
+    """
+
+    def __init__(self, shows: bool = True) -> None:
+        self.console = Console(stderr=True)
+        self._bar: RichProgress | None = None
+        if shows and self.console.is_terminal:
+            columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+            self._bar = RichProgress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("", total=None)
+
+    @property
+    def is_shown(self) -> bool:
+        return self._bar is not None
+
+    def __enter__(self) -> Bar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """Called at any rate. total: None while it is not known."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=text)
+
+
 @contextmanager
 def spinner(title: str) -> Iterator[Callable[[str], None]]:
     """Show `title` and the elapsed seconds while the block runs; the value replaces the title.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from tridecode.tools.batch.meter import Meter
+from tridecode.tools.progress import Bar
 
 #: seconds between two plain lines
 LINE_S = 15.0
@@ -19,41 +16,31 @@ class BatchProgress:
 
     def __init__(self, meter: Meter):
         self._meter = meter
-        self._console = Console(stderr=True)
+        self._bar = Bar()
         self._shown_at = time.monotonic()
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            columns = (BarColumn(), TextColumn("{task.description}", markup=False))
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> BatchProgress:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Remove the bar; `print` may still be called."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()
 
     def show(self, absence: str) -> None:
         """absence: why the service does not answer; "": it does."""
         text = state_line(self._meter, absence, time.time())
-        if self._bar is not None:
-            done = self._meter.totals.done
-            self._bar.update(self._task, completed=done, total=self._meter.lines, description=text)
+        if self._bar.is_shown:
+            self._bar.show(self._meter.totals.done, self._meter.lines, text)
         elif time.monotonic() - self._shown_at > LINE_S:
             self._shown_at = time.monotonic()
             self.print(text)
 
     def print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def state_line(meter: Meter, absence: str, now: float) -> str:

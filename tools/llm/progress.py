@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tridecode.tools.progress import Bar
 
 
-class Bar:
-    """Counts prompts and tokens. Without a terminal, or with shows False, it shows nothing."""
+class PromptProgress:
+    """A context manager that counts prompts and tokens. shows: whether to show them, on a terminal."""
 
     def __init__(self, prompts: int, shows: bool):
-        console = Console(stderr=True)
-        self._progress: Progress | None = None
-        if shows and prompts > 1 and console.is_terminal:
-            self._progress = Progress(
-                TextColumn("prompts"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[rate]}"),
-                console=console,
-            )
-            self._task = self._progress.add_task("", total=prompts, rate="")
-        self._tokens, self._began = 0, time.monotonic()
+        self._bar = Bar(shows and prompts > 1)
+        self._prompts, self._done, self._tokens = prompts, 0, 0
+        self._began = time.monotonic()
 
     def add(self, tokens: int) -> None:
         """Count a prompt; tokens: of its answers."""
+        self._done += 1
         self._tokens += tokens
-        if self._progress is not None:
-            rate = self._tokens / max(1e-9, time.monotonic() - self._began)
-            self._progress.update(self._task, advance=1, rate=f"{rate:,.0f} tokens/s")
+        if self._bar.is_shown:
+            self._bar.show(self._done, self._prompts, self._text(time.monotonic() - self._began))
 
-    def __enter__(self) -> Bar:
-        if self._progress is not None:
-            self._progress.start()
+    def _text(self, elapsed_s: float) -> str:
+        left_s = elapsed_s / self._done * (self._prompts - self._done)
+        done = f"{self._done:,} of {self._prompts:,} prompts"
+        return f"{done}, {self._tokens / max(1e-9, elapsed_s):,.0f} tokens/s, {left_s:,.0f} s left"
+
+    def __enter__(self) -> PromptProgress:
+        self._bar.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __exit__(self, *_exception: object) -> None:
+        self._bar.close()

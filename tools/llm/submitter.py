@@ -15,7 +15,7 @@ from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.tools.llm.local_engine import LocalEngine
 from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput
 from tridecode.tools.llm.params import BeamSearchParams, PoolingParams, SamplingParams
-from tridecode.tools.llm.progress import Bar
+from tridecode.tools.llm.progress import PromptProgress
 from tridecode.tools.llm.running import Running
 
 #: a text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}
@@ -73,7 +73,7 @@ class Submitter:
                 running.add(one)
                 results.append(one.output)
 
-        with Bar(len(jobs), shows) as bar:
+        with PromptProgress(len(jobs), shows) as bar:
             try:
                 fill()
                 while running:
