@@ -33,6 +33,7 @@ from tridecode.tools.bench.options import (
     numbers,
     rates,
 )
+from tridecode.tools.bench.prefix.command import prefix
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -341,3 +342,4 @@ def load(
 
 
 app.command()(front)
+app.command()(prefix)

@@ -73,6 +73,8 @@ class Job:
     quantization: str = ""
     int8_head: bool = False  # the engine's setting
     enable_custom_all_reduce: bool = True  # the engine's setting
+    prefix_cache: bool = False  # the engine's setting; off: rounds repeat their prompts, and compute them
+    cache_bytes: int | None = None  # the engine's setting
 
     @property
     def at_a_time(self) -> int:

@@ -80,7 +80,8 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         max_queued_requests=max(len(job.prompts), *job.batches),
         max_sequence_tokens=min(job.longest, model.max_positions),
         request_timeout_s=math.inf,  # all prompts of a workload arrive at once
-        prefix_cache=False,  # rounds repeat their prompts, and each is to compute them
+        prefix_cache=job.prefix_cache,
+        cache_bytes=job.cache_bytes,
     )
     return directory, model, config
 

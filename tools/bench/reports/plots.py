@@ -11,6 +11,7 @@ import numpy as np
 
 from tridecode.tools.bench.load.summary import first_token_seconds, summarise, token_gaps
 from tridecode.tools.bench.load.worker import Record
+from tridecode.tools.bench.prefix.figures import Played
 
 matplotlib.use("Agg")  # before pyplot, which else looks for a display
 from matplotlib import pyplot, ticker
@@ -62,6 +63,26 @@ def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> P
         axes.set_yticks([0, 0.5, 0.99], ["0", "p50", "p99"])
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
+    return _save(figure, title, path)
+
+
+def plot_prefix(path: Path, title: str, runs: Mapping[str, Sequence[Played]]) -> Path:
+    """Output tokens/s of each run, and the distribution of times to the first token of prompts with cached
+    tokens and without. runs: "on", "off" -> runs."""
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=_SIZE, width_ratios=(0.5, 1))
+    for number, (name, played) in enumerate(runs.items()):
+        _bar(rates, number, float(np.median([one.output_tokens / one.seconds for one in played])))
+        for hit, label in ((True, "hits"), (False, "misses")):
+            seconds = [ms / 1000 for one in played for ms in one.times(hit)]
+            if seconds:
+                _shares(times, seconds, f"{name}, {label}")
+    rates.set_xticks(range(len(runs)), [f"cache {name}" for name in runs])
+    rates.set(ylabel="output tokens/s")
+    rates.margins(y=0.12)
+    times.set(xlabel="ms to the first token", ylabel="share of requests", ylim=(0, 1.03))
+    _time_axis(times)
+    times.grid(alpha=0.3)
+    times.legend(fontsize=8)
     return _save(figure, title, path)
 
 

@@ -1,0 +1,1 @@
+"""Measures the reuse of common prefixes (`tridecode bench prefix`)."""

@@ -1,0 +1,123 @@
+"""`tridecode bench prefix`: runs with the prefix cache and without it, in turns; one JSON file, one plot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.tools.bench.engines.ours import described, open_engine
+from tridecode.tools.bench.measure import Job
+from tridecode.tools.bench.prefix.figures import Played, compared
+from tridecode.tools.bench.prefix.index_bench import measure_index
+from tridecode.tools.bench.prefix.player import Player
+from tridecode.tools.bench.prefix.traffic import Traffic, make_traffic
+from tridecode.tools.bench.reports.plots import plot_prefix
+from tridecode.tools.bench.reports.report import table, write_report
+from tridecode.tools.progress import spinner
+
+_COLUMNS = {
+    "seconds": "s",
+    "tokens_per_s": "tokens/s",
+    "computed": "computed",
+    "cached": "cached",
+    "host": "of host",
+    "hit_p50_ms": "first ms hit",
+    "hit_p99_ms": "p99",
+    "miss_p50_ms": "first ms miss",
+    "miss_p99_ms": "p99",
+}
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """What to measure. url: gRPC of a running server, "" for an engine in this process; metrics: its metrics,
+    host:port. rounds: of each conversation. repeats: alternating runs. vocab_size: of a server's model.
+    """
+
+    load: str
+    conversations: int
+    rounds: int
+    common: int
+    repeats: int
+    seed: int = 0
+    url: str = ""
+    metrics: str = ""
+    vocab_size: int = 1000
+
+
+class _Player(Protocol):
+    def play(self, traffic: Traffic, use: str, salt: str) -> Played: ...
+
+
+def run_prefix(plan: PrefixPlan, job: Job, output: Path) -> None:
+    """Measure, print a table, write prefix-<load>-<model>.json and .png."""
+    if plan.url:
+        from tridecode.tools.bench.prefix.server_player import ServerPlayer
+
+        with spinner("the server") as say:
+            found = _alternate(ServerPlayer(plan.url, plan.metrics), plan, plan.vocab_size, say)
+        name = "server"
+    else:
+        with spinner("loading") as say, open_engine(job) as engine:
+            block_tokens, vocab_size = engine.config.block_tokens, engine.model_config.vocab_size
+            found = _alternate(Player(engine), plan, vocab_size, say, block_tokens)
+            found = {**described(engine, job), **found}
+        name = job.preset or Path(job.directory).resolve().name
+    found["index"] = measure_index()
+    _show(plan, found)
+    settings = {**asdict(plan), "job": asdict(job)}
+    stem = f"prefix-{plan.load}-{name}"
+    picture = plot_prefix(output / f"{stem}.png", f"{plan.load}: {name}", found.pop("played"))
+    path = write_report(output / f"{stem}.json", "prefix", settings, found)
+    Console().print(f"wrote {path}, {picture}", highlight=False)
+
+
+def traffic_of(plan: PrefixPlan, vocab_size: int, seed: int) -> Traffic:
+    return make_traffic(plan.load, vocab_size, plan.conversations, plan.rounds, plan.common, seed)
+
+
+def _alternate(
+    player: _Player, plan: PrefixPlan, vocab_size: int, say: Any, block_tokens: int = BLOCK_TOKENS
+) -> dict[str, Any]:
+    """Run the load with the cache and without it, in turns, after one run of each that does not count.
+
+    Each run has a salt of its own, so it finds nothing of an earlier one.
+    """
+    played: dict[str, list[Played]] = {"on": [], "off": []}
+    least = traffic_of(plan, vocab_size, plan.seed).least_computed(block_tokens)
+    for number in range(plan.repeats + 1):
+        for use in ("on", "off") if number % 2 else ("off", "on"):
+            say(f"{plan.load}, cache {use}, run {number} of {plan.repeats}")
+            traffic = traffic_of(plan, vocab_size, plan.seed)
+            done = player.play(traffic, use, f"bench {plan.seed} {number}")
+            if number:
+                played[use].append(done)
+    return {**compared(played["on"], played["off"], least), "played": played}
+
+
+def _show(plan: PrefixPlan, found: dict[str, Any]) -> None:
+    console = Console()
+    rows = [[use, *(run[key] for key in _COLUMNS)] for use in ("on", "off") for run in found[use]]
+    title = f"{plan.load}, prefix cache on and off"
+    console.print(table(title, ["", *_COLUMNS.values()], rows))
+    index = found["index"]
+    console.print(
+        f"tokens/s over off: {found['tokens_per_s_over_off']}; computed over least: "
+        f"{found['computed_over_least']} ({found['least_computed']:,} tokens)\n"
+        f"index of {index['blocks']:,} blocks: {index['tokens']:,} tokens hashed in {index['hash_us']} us, "
+        f"found in {index['find_us']} us; {index['bytes_per_block']} bytes a block",
+        highlight=False,
+    )
+
+
+def check_plan(plan: PrefixPlan) -> None:
+    """Raises ConfigError for sizes without meaning."""
+    if plan.url and not plan.metrics:
+        raise ConfigError("--url without --metrics; wanted host:port of the server's metrics as well")
+    if plan.common < 1:
+        raise ConfigError(f"--common is {plan.common}; wanted 1 or more tokens")
