@@ -30,7 +30,7 @@ def prefix(
             "again; mix: chats without hits."
         ),
     ] = "conversations",
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations beside each other.")] = 64,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 8,
     common: Annotated[int, typer.Option(help="Tokens that all prompts begin with; of `long`: all.")] = 2000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs with the cache and without it, in turns.")] = 5,

@@ -35,7 +35,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class PrefixPlan:
-    """What to measure. url: gRPC of a running server, "" for an engine in this process; metrics: its metrics,
+    """A measurement. url: gRPC of a running server, "" for an engine in this process; metrics: its metrics,
     host:port. rounds: of each conversation. repeats: alternating runs. vocab_size: of a server's model.
     """
 

@@ -55,7 +55,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Traffic:
-    """conversations: they run beside each other. longest: tokens of the longest sequence."""
+    """conversations: all run at the same time. longest: tokens of the longest sequence."""
 
     conversations: list[Conversation]
     longest: int
