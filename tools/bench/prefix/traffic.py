@@ -97,8 +97,8 @@ def make_traffic(
 
     if load == "mix":
         prompts, outputs = mix_requests(vocab_size, conversations, seed)
-        turns = [[Turn(np.asarray(p, np.int32), n)] for p, n in zip(prompts, outputs)]
-        return _traffic([Conversation(one) for one in turns])
+        single = [Turn(np.asarray(p, np.int32), n) for p, n in zip(prompts, outputs)]
+        return _traffic([Conversation([one]) for one in single])
     if load == "long":
         long = [Turn(ids(common), _LONG_ANSWER)] + [Turn(ids(0), _LONG_ANSWER)] * (_LONG_TURNS - 1)
         return _traffic([Conversation(long, repeats=True)])
