@@ -6,7 +6,7 @@ import json
 import random
 import string
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from tridecode.backend.base.errors import ConfigError
@@ -19,17 +19,23 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """tags: each opens a call. shown_tokens: texts of the format that are one token where the tokenizer has
+    """A format of calls. An answer with calls is: head, calls with `between` between them, tail. A call is:
+    begin, the function's name, middle, the arguments, end.
+
+    tags: each opens a call. shown_tokens: texts of the format that are one token where the tokenizer has
     them, and have to be shown even if it is special. bare: a call may also
-    begin without a tag, with { as the first character. separator: may follow a call. prefix, any_prefix: text
-    behind the prompt that forces a call of the function {name}, and of any function. stop: text that ends the
+    begin without a tag, with { as the first character. separator: may follow a call. stop: text that ends the
     answer after its first call; "": none. id_length: characters of an id; 0: "call_" and 24."""
 
     name: str
     tags: tuple[str, ...]
     body: Callable[[Collection[str]], Body]
-    prefix: str
-    any_prefix: str
+    begin: str
+    middle: str
+    end: str
+    head: str = ""
+    between: str = ""
+    tail: str = ""
     bare: bool = False
     separator: str = ""
     stop: str = ""
@@ -43,7 +49,9 @@ class ToolFormat:
 
     def forced(self, name: str | None) -> str:
         """Text behind the prompt that makes the answer a call of this function; None: of any one."""
-        return self.any_prefix if name is None else self.prefix.replace("NAME", json.dumps(name)[1:-1])
+        start = self.head + self.begin
+        # tokenizers join the space with the first characters of the arguments
+        return start if name is None else start + json.dumps(name)[1:-1] + self.middle.rstrip()
 
 
 class _FirstCharacterBody(Body):
@@ -86,8 +94,10 @@ HERMES = ToolFormat(
     "hermes",
     ("<tool_call>",),
     ObjectBody,
-    '<tool_call>\n{"name": "NAME", "arguments":',
     '<tool_call>\n{"name": "',
+    '", "arguments": ',
+    "}\n</tool_call>",
+    between="\n",
     separator="</tool_call>",
     stop="</tool_call>",
     shown_tokens=("<tool_call>", "</tool_call>"),
@@ -96,41 +106,30 @@ LLAMA3_JSON = ToolFormat(
     "llama3_json",
     ("<|python_tag|>",),
     _PythonTagBody,
-    '{"name": "NAME", "parameters":',
     '{"name": "',
+    '", "parameters": ',
+    "}",
+    between="; ",
     bare=True,
     separator=";",
     shown_tokens=("<|python_tag|>",),
 )
-_MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 #: the list of calls of Mistral 7B v0.3 and NeMo; their templates want ids of nine characters
 MISTRAL = ToolFormat(
     "mistral",
     ("[TOOL_CALLS]",),
     _MistralBody,
-    '[TOOL_CALLS] [{"name": "NAME", "arguments":',
-    '[TOOL_CALLS] [{"name": "',
+    '{"name": "',
+    '", "arguments": ',
+    "}",
+    head="[TOOL_CALLS] [",
+    between=", ",
+    tail="]",
     id_length=9,
-    shown_tokens=_MISTRAL_TOKENS,
+    shown_tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 )
-_MISTRAL_TIGHT = ToolFormat(
-    "mistral",
-    MISTRAL.tags,
-    _MistralBody,
-    '[TOOL_CALLS][{"name": "NAME", "arguments":',
-    '[TOOL_CALLS][{"name": "',
-    id_length=9,
-    shown_tokens=_MISTRAL_TOKENS,
-)
-_MISTRAL_NAMED = ToolFormat(
-    "mistral",
-    MISTRAL.tags,
-    _MistralBody,
-    "[TOOL_CALLS]NAME[ARGS]",
-    "[TOOL_CALLS]",
-    id_length=9,
-    shown_tokens=_MISTRAL_TOKENS,
-)
+_MISTRAL_TIGHT = replace(MISTRAL, head="[TOOL_CALLS][")
+_MISTRAL_NAMED = replace(MISTRAL, begin="[TOOL_CALLS]", middle="[ARGS]", end="", head="", between="", tail="")
 PARSERS = {kind.name: kind for kind in (HERMES, LLAMA3_JSON, MISTRAL)}
 
 

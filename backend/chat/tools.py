@@ -10,6 +10,7 @@ from typing import Any
 from tridecode.backend.chat.chat_template import ChatTemplate
 from tridecode.backend.chat.fields import FieldError, UnsupportedField, shown
 from tridecode.backend.chat.tool_formats import ToolFormat, find_format
+from tridecode.backend.chat.tool_grammar import ANY_OBJECT, CallGrammar, object_schema
 from tridecode.backend.chat.tool_parser import ToolCallParser
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -22,21 +23,29 @@ _TOOLS_VARIABLE = re.compile(r"\btools\b")
 class ToolRequest:
     """The tools of a request. schemas: as the template sees them. choice: "auto", "required" or "named".
     named: the function that must be called; "": any. parallel: an answer may have several calls.
-    strict: a function requires arguments that follow its schema, which cannot be guaranteed.
+    strict: functions whose arguments have to follow their schema wherever they are called. allowed: the
+    functions that may be called; None: all.
     """
 
     schemas: list[dict[str, Any]]
     choice: str = "auto"
     named: str = ""
     parallel: bool = True
-    strict: bool = False
+    strict: frozenset[str] = frozenset()
+    allowed: frozenset[str] | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Return the functions that the answer may call."""
-        if self.named:
-            return frozenset((self.named,))
-        return frozenset(schema["function"]["name"] for schema in self.schemas)
+        return frozenset(self.parameters)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any] | None]:
+        """Return the schema of the arguments of each function that the answer may call."""
+        functions = [schema["function"] for schema in self.schemas]
+        found = {function["name"]: function.get("parameters") for function in functions}
+        names = {self.named} if self.named else self.allowed
+        return {name: schema for name, schema in found.items() if names is None or name in names}
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,29 @@ class ToolPlan:
     def stop(self) -> tuple[str, ...]:
         return () if self.request.parallel or not self.kind.stop else (self.kind.stop,)
 
+    def grammar(self, ids: Mapping[str, int], response: Any = None) -> str | None:
+        """Return the grammar of the answer, None if it may be any text.
+
+        ids: of those shown_tokens that are one token. response: a JSON schema that the answer follows unless
+        it calls functions. Raises FieldError for a schema of arguments that cannot be objects.
+        """
+        request = self.request
+        if not (self.suffix or request.strict or response is not None):
+            return None
+        schemas = {
+            name: object_schema(schema) if self.suffix or name in request.strict else ANY_OBJECT
+            for name, schema in request.parameters.items()
+        }
+        for name, schema in schemas.items():
+            if schema["type"] != "object":
+                index = [one["function"]["name"] for one in request.schemas].index(name)
+                where = f"tools[{index}].function.parameters.type"
+                raise FieldError(where, f'is {shown(schema["type"])}; wanted "object"')
+        calls = CallGrammar(self.kind, schemas, ids, single=not request.parallel)
+        if self.suffix:
+            return calls.forced(request.named or None)
+        return calls.free() if response is None else calls.or_response(response)
+
     def parser(self) -> ToolCallParser:
         """Return a parser for one answer."""
         request, kind = self.request, self.kind
@@ -89,12 +121,16 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolRe
     for index, name in enumerate(names):
         if name in names[:index]:
             raise FieldError(f"tools[{index}].function.name", f"is {shown(name)} twice; wanted each once")
+    allowed = None
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+        tool_choice, allowed = _read_allowed(tool_choice.get("allowed_tools"), names)
     choice, named = _read_choice(tool_choice, names)
     if choice == "none":
         return None
-    strict = any(tool["function"].get("strict") for tool in tools)
+    strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
     # a named function is called once, as with OpenAI
-    return ToolRequest(schemas, choice, named, parallel_tool_calls is not False and not named, strict)
+    parallel = parallel_tool_calls is not False and not named
+    return ToolRequest(schemas, choice, named, parallel, strict, allowed)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:
@@ -139,15 +175,35 @@ def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
     if choice in ("none", "auto", "required"):
         return choice, ""
     if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or name not in names:
-            known = ", ".join(names[:8])
-            raise FieldError("tool_choice.function.name", f"is {shown(name)}; wanted one of tools: {known}")
-        return "named", name
+        return "named", _known_name("tool_choice", choice, names)
     if isinstance(choice, Mapping) and isinstance(choice.get("type"), str):
-        raise UnsupportedField("tool_choice.type", f"is {shown(choice['type'])}; wanted function")
+        text = f"is {shown(choice['type'])}; wanted function or allowed_tools"
+        raise UnsupportedField("tool_choice.type", text)
     raise FieldError("tool_choice", f"is {shown(choice)}; wanted none, auto, required or a function of tools")
+
+
+def _read_allowed(value: Any, names: Sequence[str]) -> tuple[str, frozenset[str]]:
+    """Return the mode and the functions of a tool_choice of the type allowed_tools."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(value, Mapping):
+        raise FieldError(where, f"is {shown(value)}; wanted a JSON object with mode and tools")
+    mode, tools = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise FieldError(f"{where}.mode", f"is {shown(mode)}; wanted auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise FieldError(f"{where}.tools", f"is {shown(tools)}; wanted a list of functions")
+    allowed = [_known_name(f"{where}.tools[{index}]", tool, names) for index, tool in enumerate(tools)]
+    return mode, frozenset(allowed)
+
+
+def _known_name(where: str, choice: Any, names: Sequence[str]) -> str:
+    """Return the name in {"type": "function", "function": {"name": ...}}, which must be one of tools."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or name not in names:
+        known = ", ".join(names[:8])
+        raise FieldError(f"{where}.function.name", f"is {shown(name)}; wanted one of tools: {known}")
+    return name
 
 
 def plan_tools(request: ToolRequest, template: ChatTemplate, parser: str | None = None) -> ToolPlan:
@@ -157,7 +213,8 @@ def plan_tools(request: ToolRequest, template: ChatTemplate, parser: str | None 
     """
     source = template.source_for(request.schemas)
     if not _TOOLS_VARIABLE.search(source):
-        text = "is sent, and its chat template does not show tools; start with another --chat-template"
+        text = f"is sent, and the chat template ({template.path.name}) does not show tools"
+        text += "; start with another --chat-template"
         raise UnsupportedField("tools", text)
     kind = find_format(source, parser)
     if kind is None:

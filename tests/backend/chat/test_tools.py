@@ -254,7 +254,7 @@ BAD_TOOLS: dict[str, tuple[Any, Any, Any]] = {
     'tool_choice is "any"; wanted none, auto, required or a function': (TOOLS, "any", None),
     'tool_choice.function.name is "x"; wanted one of tools: depth, tide-table': (
         TOOLS, {"type": "function", "function": {"name": "x"}}, None),
-    'tool_choice.type is "allowed_tools"; wanted function': (TOOLS, {"type": "allowed_tools"}, None),
+    'tool_choice.type is "custom"; wanted function or allowed_tools': (TOOLS, {"type": "custom"}, None),
     'tool_choice is "required" and there are no tools': (None, "required", None),
     "parallel_tool_calls is 3; wanted true or false": (TOOLS, None, 3),
 }  # fmt: skip
@@ -279,7 +279,7 @@ def test_choices() -> None:
     assert named is not None and (named.choice, named.names, named.parallel) == ("named", {"depth"}, False)
     strict = [{"type": "function", "function": FUNCTION | {"strict": True}}]
     found = read_tools(strict, None, None)
-    assert found is not None and found.strict and found.schemas == [TOOLS[0]]
+    assert found is not None and found.strict == {"depth"} and found.schemas == [TOOLS[0]]
 
 
 @pytest.mark.parametrize("name", SOURCES)
