@@ -35,11 +35,14 @@ from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
-from tridecode.backend.service.text_request import TextRequest
+from tridecode.backend.service.structured_fields import GUIDE
+from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.service.text_tokenizer import TextTokenizer
 from tridecode.backend.text.completion import Answer, Completion, Piece
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams
+
+_NAMES = FieldNames(structured_output=GUIDE)
 
 
 class TritonPythonModel(EngineDoor):
@@ -93,6 +96,8 @@ class TritonPythonModel(EngineDoor):
             tables=prompt_inputs.read_virtual_tables(inputs, len(texts), limits),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
             cut="max_tokens" not in inputs,
+            structured_outputs=fields.guides(inputs, len(texts)),
+            names=_NAMES,
         )
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError
@@ -36,6 +37,7 @@ from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_runni
 from tridecode.backend.doors.requests.word_lists import read_words
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.structured_fields import GUIDE, check_output, renamed
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
 
 
@@ -73,6 +75,10 @@ class TritonPythonModel(EngineDoor):
         lengths = [length or 1 for length in prompts.lengths]
         WantedLogits.of(inputs).check(lengths, [one.num_sequences * one.max_tokens for one in params], limits)
         lora_names = fields.lora_names(inputs, prompts.batch)
+        outputs = fields.guides(inputs, prompts.batch)
+        for output in outputs:
+            if output is not None:
+                check_output(output, limits, GUIDE)
         priorities = fields.priorities(inputs, received.parameters, prompts.batch)
         exclude = inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output)
         sequences: list[TokenSequence] = []
@@ -82,7 +88,12 @@ class TritonPythonModel(EngineDoor):
             length = prompts.lengths[row]
             echo = prompts.ids[row, : 0 if streaming or exclude else length].tolist()
             sequences += [TokenSequence(echo, length, (row, index)) for index in range(one.num_sequences)]
-            asked = SequenceRequest(prompts.tokens(row).astype("<i4").tobytes(), one, lora_names[row])
+            asked = SequenceRequest(
+                prompts.tokens(row).astype("<i4").tobytes(),
+                one,
+                lora_names[row],
+                structured_output=outputs[row],
+            )
             submissions.append(Submission([asked], sink, priorities[row]))
         fill = _fill(inputs, prompts)
         layout = Layout.of(inputs, received.outputs, self.settings, fill, limits.vocab_size)
@@ -136,6 +147,8 @@ class TritonPythonModel(EngineDoor):
 
 def _put(stream: Stream, first: int, event: Event) -> None:
     """Add an event of a row whose sequences are those of the answer from `first` on."""
+    if event.error:
+        event = msgspec.structs.replace(event, error=renamed(event.error, GUIDE))
     stream.put_row(first + event.sequence, event)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 from tridecode.backend.base.errors import RequestError, UnsupportedError
@@ -25,7 +26,7 @@ from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.text import TensorAnswer, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.service import limits as request_limits
-from tridecode.backend.service import sampling_rules
+from tridecode.backend.service import sampling_rules, structured_fields
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.token_texts import TokenTexts
@@ -58,6 +59,7 @@ class TritonPythonModel(TextModel):
         keys = self._keys(received)
         stop_words = tuple(dict.fromkeys(text for text in keys.get("stop", ()) if text))
         keep_last = keys.get("truncate_prompt_tokens", 0)
+        field, output = structured_fields.read_fields(keys, "sampling_parameters: ")
         return TextRequest(
             prompts=texts,
             params=[self._params(keys, received, limits)],
@@ -72,7 +74,8 @@ class TritonPythonModel(TextModel):
             skip_special=keys.get("skip_special_tokens"),
             log_probs="logprobs" in keys,
             cut=True,
-            names=_NAMES,
+            structured_outputs=[output],
+            names=replace(_NAMES, structured_output=field),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ import msgspec
 from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.front.errors import ApiError, bad_request, shown
 from tridecode.backend.front.fields.sampling import NO_EFFECT, REFUSED, Sampled
+from tridecode.backend.front.structured import Constraint, constraint_of
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
-from tridecode.backend.service.text_request import Prompt, TextRequest
+from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.wire.messages import Limits, SamplingParams
 from tridecode.backend.wire.sampling_params import check
@@ -109,10 +111,14 @@ def sampled_request(
     params: list[SamplingParams],
     words: tuple[str, ...],
     adapter: str,
+    names: FieldNames,
+    constraint: Constraint | None = None,
     **own: Any,
 ) -> TextRequest:
-    """Return a request for prompts, sampled as `wanted` says. own: the other fields of TextRequest."""
+    """Return a request for prompts, sampled as `wanted` says. constraint: of the answers; None: that of the
+    fields. own: the other fields of TextRequest."""
     keep, batch = wanted.truncate_prompt_tokens or 0, len(prompts)
+    field, output = constraint or constraint_of(wanted)
     return TextRequest(
         prompts=prompts,
         params=params,
@@ -125,6 +131,8 @@ def sampled_request(
         min_tokens=wanted.min_tokens or 0,
         keep_last=keep if keep >= 0 else limits.max_sequence_tokens - 1,
         skip_special=wanted.skip_special_tokens,
+        structured_outputs=() if output is None else [output] * batch,
+        names=replace(names, structured_output=field),
         **own,
     )
 

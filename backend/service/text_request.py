@@ -24,6 +24,7 @@ class FieldNames:
     prompt: str = "text_input"
     max_tokens: str = "max_tokens"
     stop_words: str = "stop_words"
+    structured_output: str = "structured_output"
 
 
 @dataclass(frozen=True)

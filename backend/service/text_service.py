@@ -23,13 +23,13 @@ from tridecode.backend.service.error_texts import internal_error
 from tridecode.backend.service.learned_prompts import RowPrompt
 from tridecode.backend.service.limits import text_limits
 from tridecode.backend.service.sampling_rules import model_ends
+from tridecode.backend.service.structured_fields import check_output, renamed
 from tridecode.backend.service.text_request import TextRequest, check_texts
 from tridecode.backend.service.text_stream import TextStream
 from tridecode.backend.service.text_tokenizer import TextTokenizer
 from tridecode.backend.text.completion import Answer, Completion, Siblings
 from tridecode.backend.text.encoding import bad_word_ids
 from tridecode.backend.text.stop_words import StopAutomaton
-from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
 from tridecode.backend.wire.structured_output import StructuredOutput
 
@@ -90,7 +90,7 @@ class TextService:
         outputs = asked.structured_outputs or [None] * len(asked.prompts)
         for output in outputs:
             if output is not None:
-                structured_output.check(output, limits.max_grammar_bytes, limits.grammar_fault)
+                check_output(output, limits, asked.names.structured_output)
         prompts, placed, params = self._tokenise(asked, tables, limits, client)
         _check_logits(prompts, params, limits)
         automata = {words: StopAutomaton(words) for words in set(asked.stop_words)}
@@ -100,7 +100,7 @@ class TextService:
             words = asked.stop_words[row]
             if one.beam_width > 1:
                 one = self._beam_params(one, words, limits, asked.names.stop_words)
-            sink = partial(_put, client, len(rows))
+            sink = partial(_put, client, len(rows), asked.names.structured_output)
             siblings = Siblings(one.num_sequences, partial(client.cancel_row, row))
             rows += self._completions(asked, row, prompt, one, automata[words], siblings)
             sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row], outputs[row])
@@ -232,8 +232,11 @@ class TextService:
         return completions
 
 
-def _put(client: ClientRequest, first: int, event: Event) -> None:
-    """Add an event of a text whose sequences are the rows from `first` on."""
+def _put(client: ClientRequest, first: int, field: str, event: Event) -> None:
+    """Add an event of a text whose sequences are the rows from `first` on. field: the client's name of its
+    structured output."""
+    if event.error:
+        event = msgspec.structs.replace(event, error=renamed(event.error, field))
     client.put_row(first + event.sequence, event)
 
 

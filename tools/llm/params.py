@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import msgspec
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.structured_fields import Output, read_structured_outputs
 from tridecode.backend.service.text_service import TextService
 from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.sampling_params import MAX_TOP_LOG_PROBS, check
@@ -29,8 +30,9 @@ class SamplingParams:
     max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for each step,
     besides the drawn one. seed: the same seed gives the same answers; sample i has the seed plus i. stop:
     texts that end an answer, which omits them unless include_stop_str_in_output. truncate_prompt_tokens:
-    number of last tokens of a prompt to keep. priority: smaller is sooner. timeout_s: deadline of a request;
-    0: none but the engine's.
+    number of last tokens of a prompt to keep. structured_outputs: the form of an answer, with one of vLLM's
+    keys: json (a schema), json_object, regex, choice, grammar, structural_tag. priority: smaller is sooner.
+    timeout_s: deadline of a request; 0: none but the engine's.
     """
 
     n: int = 1
@@ -52,8 +54,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    structured_outputs: Mapping[str, Any] | str | None = None
     priority: int = 0
     timeout_s: float = 0.0
+
+    def output(self) -> Output:
+        """Return the form of the answer. Raises RequestError and UnsupportedError with its field."""
+        return read_structured_outputs("structured_outputs", self.structured_outputs)
 
     def stop_words(self) -> tuple[str, ...]:
         words = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -112,6 +119,9 @@ class BeamSearchParams:
     include_stop_str_in_output: ClassVar[bool] = False
     truncate_prompt_tokens: ClassVar[int | None] = None
 
+    def output(self) -> Output:
+        return None
+
     def stop_words(self) -> tuple[str, ...]:
         return ()
 
@@ -150,6 +160,9 @@ class PoolingParams:
     logprobs: ClassVar[int | None] = None
     include_stop_str_in_output: ClassVar[bool] = False
     skip_special_tokens: ClassVar[bool] = True
+
+    def output(self) -> Output:
+        return None
 
     def stop_words(self) -> tuple[str, ...]:
         return ()

@@ -22,7 +22,7 @@ from tridecode.tools.llm.running import Running
 Prompt = Union[str, Sequence[int], Mapping[str, Any]]
 Params = Union[SamplingParams, BeamSearchParams, PoolingParams]
 Notify = Callable[[Running], None]
-_FIELDS = FieldNames("prompt", "max_tokens", "stop")
+_FIELDS = FieldNames("prompt", "max_tokens", "stop", "structured_outputs")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Submitter:
             skip_special=params.skip_special_tokens,
             log_probs=params.logprobs is not None,
             cut=params.max_tokens is None,
+            structured_outputs=[params.output()],
             names=_FIELDS,
         )
         texts.check_texts(asked, limits)

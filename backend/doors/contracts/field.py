@@ -113,6 +113,23 @@ def special_tokens_field(name: str = "add_special_tokens") -> Field:
     return Field(name, "BOOL", meaning, "`config.pbtxt`'s")
 
 
+#: TensorRT-LLM's guided decoding, in the contracts that have it
+GUIDE_FIELDS = (
+    Field(
+        "guided_decoding_guide_type",
+        "STRING",
+        "`json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`: what the answer follows",
+        "none",
+    ),
+    Field(
+        "guided_decoding_guide",
+        "STRING",
+        "the schema, regular expression or grammar; not with `json`",
+        "none",
+    ),
+)
+
+
 def refused(
     name: str,
     dtype: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.doors.contracts.field import (
+    GUIDE_FIELDS,
     RESUME,
     Contract,
     Field,
@@ -56,8 +57,7 @@ _INPUTS = (
     refused("lora_task_id", "UINT64", (0,)),
     refused("lora_weights", "FP16", dims=(-1, -1)),
     refused("lora_config", "INT32", dims=(-1, 3)),
-    refused("guided_decoding_guide_type", "STRING", (b"",)),
-    refused("guided_decoding_guide", "STRING", (b"",)),
+    *GUIDE_FIELDS,
     # ours
     Field("priority", "INT32", "smaller values run first; one value per row", "0"),
     Field(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tridecode.backend.doors.contracts.field import (
     EVENTS,
+    GUIDE_FIELDS,
     RESUME,
     SAMPLING_PARAMS,
     Contract,
@@ -83,8 +84,7 @@ _INPUTS = (
     refused("retention_token_range_durations_ms", "INT32", dims=(-1,)),
     refused("retention_decode_priority", "INT32"),
     refused("retention_decode_duration_ms", "INT32"),
-    refused("guided_decoding_guide_type", "STRING", (b"",)),
-    refused("guided_decoding_guide", "STRING", (b"",)),
+    *GUIDE_FIELDS,
     refused("lookahead_window_size", "INT32", (0,)),
     refused("lookahead_ngram_size", "INT32", (0,)),
     refused("lookahead_verification_set_size", "INT32", (0,)),

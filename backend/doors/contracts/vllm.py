@@ -56,8 +56,9 @@ VLLM = Contract(_INPUTS, _OUTPUTS, batched=False)
 class Key:
     """One key of the JSON object.
 
-    kind: "int", "float", "bool", "text", "texts" (a text or a list of texts), "ids" (a list of integers) or
-    "any" (only compared with `neutral`). low, high: both included. refused: values other than `neutral` are
+    kind: "int", "float", "bool", "text", "texts" (a text or a list of texts), "ids" (a list of integers),
+    "object" (of a form of its own) or "any" (only compared with `neutral`). low, high: both included.
+    refused: values other than `neutral` are
     not implemented. A null counts as not sent.
     """
 
@@ -125,13 +126,23 @@ KEYS = (
         "on", high=8, wanted="on, write or off"),
     Key("cache_salt", "text", "only requests with the same salt share cached prefixes; 256 bytes at most",
         "none", high=4096, wanted="a text of at most 256 bytes"),
+    Key("structured_outputs", "object",
+        "one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`", "none",
+        wanted="an object, or its JSON text"),
+    Key("guided_decoding", "object", "the same, by its older name", "none",
+        wanted="an object, or its JSON text"),
+    Key("guided_json", "object", "a JSON schema that the answer follows", "none",
+        wanted="an object, or its JSON text"),
+    Key("guided_regex", "object", "a regular expression that matches the whole answer", "none",
+        wanted="a text"),
+    Key("guided_choice", "object", "the answer is one of these texts", "none", wanted="a list of texts"),
+    Key("guided_grammar", "object", "a grammar that the answer follows, in Lark's notation or EBNF", "none",
+        wanted="a text"),
     _refused("logit_bias", {}),
     _refused("allowed_token_ids", []),
     _refused("prompt_logprobs"),
     _refused("detokenize", True),
     _refused("spaces_between_special_tokens", True),
-    _refused("guided_decoding", "", {}),
-    _refused("structured_outputs", "", {}),
     _refused("logits_processors", []),
     _refused("extra_args", {}),
     _refused("output_kind", 0),

@@ -7,8 +7,11 @@ from typing import Any
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs, decode_text
+from tridecode.backend.service import structured_fields
 from tridecode.backend.service.limits import INT32_MAX, whole_number
+from tridecode.backend.service.structured_fields import GUIDE, GUIDE_TYPE
 from tridecode.backend.wire.messages import MAX_LORA_NAME
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 
 def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> list[int]:
@@ -41,6 +44,15 @@ def lora_names(inputs: Inputs, batch: int) -> list[str]:
             found = f"lora_name has {len(name):,} characters"
             raise RequestError(f"{found}; wanted the name of an adapter, at most {MAX_LORA_NAME}")
     return names
+
+
+def guides(inputs: Inputs, batch: int) -> list[StructuredOutput | None]:
+    """Return the constraint of each row, from TensorRT-LLM's inputs. Raises RequestError."""
+    kinds, texts = (
+        [decode_text(value, name, row) for row, value in enumerate(inputs.rows(name, batch, ""))]
+        for name in (GUIDE_TYPE, GUIDE)
+    )
+    return [structured_fields.read_guide(kind, text) for kind, text in zip(kinds, texts)]
 
 
 def add_special_tokens(inputs: Inputs, default: bool) -> bool:

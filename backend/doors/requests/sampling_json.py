@@ -177,6 +177,7 @@ _CONVERT: dict[str, Callable[[Any, Key, str], Any]] = {
     "text": _text,
     "texts": _texts,
     "ids": _ids,
+    "object": lambda value, key, where: value,  # service/structured_fields.py reads it
 }
 _JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 

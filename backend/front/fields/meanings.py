@@ -62,6 +62,18 @@ MEANINGS: dict[str, Meaning] = {
     "cache": Meaning("prefix cache; write: compute the whole prompt; off: neither use nor fill it", '"on"'),
     "cache_salt": Meaning("only requests with the same salt share cached prefixes; 256 bytes at most", '""'),
     "skip_reading_prefix_cache": Meaning("as `cache` with the value write", "false"),
+    "response_format": Meaning(
+        "type `text`; `json_object`: any JSON object; `json_schema`; or `structural_tag`", '{"type": "text"}'
+    ),
+    "structured_outputs": Meaning(
+        "one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`; also as JSON text",
+        "none",
+    ),
+    "guided_json": Meaning("a JSON schema that the answer follows", "none"),
+    "guided_regex": Meaning("a regular expression that matches the whole answer", "none"),
+    "guided_choice": Meaning("the answer is one of these texts", "none"),
+    "guided_grammar": Meaning("a grammar that the answer follows, in Lark's notation or EBNF", "none"),
+    "structural_tag": Meaning("`structures` and `triggers`: text with parts that follow a schema", "none"),
     # completions
     "prompt": Meaning("a text, a list of texts, token ids, or a list of lists of token ids", _REQUIRED),
     "CompletionRequest.logprobs": Meaning(

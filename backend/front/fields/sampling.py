@@ -62,6 +62,14 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
     # accepted without effect: see NO_EFFECT
     user: Any = None
     metadata: Any = None
@@ -72,18 +80,14 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Any = None
     spaces_between_special_tokens: Any = None
     return_tokens_as_token_ids: Any = None
+    guided_decoding_backend: Any = None
     # refused unless neutral: see REFUSED
     logit_bias: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
     prompt_logprobs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    response_format: Any = None
+    guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     allowed_token_ids: Any = None
     logprob_token_ids: Any = None
@@ -94,7 +98,7 @@ NO_EFFECT = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "spaces_between_special_tokens", "return_tokens_as_token_ids",
-        "verbosity", "reasoning_effort", "prediction",
+        "guided_decoding_backend", "verbosity", "reasoning_effort", "prediction",
     }
 )  # fmt: skip
 
@@ -106,12 +110,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "prompt_logprobs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
+    "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "allowed_token_ids": (),
     "logprob_token_ids": (),

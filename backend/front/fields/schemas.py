@@ -57,16 +57,51 @@ _CALLS = {
     ),
 }
 
+_ALLOWED = _object(
+    ["type", "allowed_tools"],
+    type={"const": "allowed_tools"},
+    allowed_tools=_object(
+        ["mode", "tools"], mode={"enum": ["auto", "required"]}, tools={"type": "array", "items": _CHOICE}
+    ),
+)
+_TEXT = {"type": "string", "minLength": 1}
+_TAG = _object(["structures", "triggers"], structures={"type": "array"}, triggers={"type": "array"})
+_SCHEMA = _object(["name", "schema"], name={"type": "string"}, schema=_OBJECT, strict={"type": "boolean"})
+_FORMAT = {
+    "oneOf": [
+        _object(["type"], type={"enum": ["text", "json_object"]}),
+        _object(["type", "json_schema"], type={"const": "json_schema"}, json_schema=_SCHEMA),
+        {**_TAG, "properties": {**_TAG["properties"], "type": {"const": "structural_tag"}}},
+    ]
+}
+_CHOICES = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 4096}
+_OUTPUTS = _object(
+    [],
+    json={"anyOf": [_OBJECT, _TEXT]},
+    json_object={"type": "boolean"},
+    regex=_TEXT,
+    choice=_CHOICES,
+    grammar=_TEXT,
+    structural_tag={"anyOf": [_TAG, _TEXT]},
+)
+
 #: "STRUCT.FIELD" -> schema, instead of the one that follows from the type
 SCHEMAS: dict[str, dict[str, Any]] = {
     "CompletionRequest.prompt": _PROMPTS,
     "EmbeddingRequest.input": _PROMPTS,
     "EmbeddingRequest.request_id": _LABEL,
     "Sampled.request_id": _LABEL,
+    "Sampled.response_format": {"anyOf": [_FORMAT, _NULL]},
+    "Sampled.structured_outputs": {"anyOf": [_OUTPUTS, _TEXT, _NULL]},
+    "Sampled.guided_json": {"anyOf": [_OBJECT, _TEXT, _NULL]},
+    "Sampled.guided_regex": {"anyOf": [_TEXT, _NULL]},
+    "Sampled.guided_choice": {"anyOf": [_CHOICES, _NULL]},
+    "Sampled.guided_grammar": {"anyOf": [_TEXT, _NULL]},
+    "Sampled.structural_tag": {"anyOf": [_TAG, _TEXT, _NULL]},
     "GenerateRequest.request_id": _LABEL,
     "ChatRequest.messages": _MESSAGES,
     "ChatRequest.tools": {"anyOf": [_TOOLS, _NULL]},
-    "ChatRequest.tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _CHOICE]},
+    "ChatRequest.tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _CHOICE, _ALLOWED]},
     "ChatFields.messages": _MESSAGES,
     "ChatMessage.role": {"type": "string", "pattern": "^[A-Za-z0-9_ .-]{1,64}$"},
     "ChatMessage.tool_calls": {"anyOf": [_CALLS, _NULL]},

@@ -29,6 +29,7 @@ from tridecode.backend.front.logprobs import chat_logprobs
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.sampling import refuse_unsupported, sampled_request, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
+from tridecode.backend.front.structured import Constraint, chat_constraint
 from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
 from tridecode.backend.front.text_event import event
@@ -44,11 +45,10 @@ async def chat_completions(request: Request) -> Response:
     try:
         silent = refuse_unsupported(wanted)
         name, adapter = front.model.find(wanted.model)
-        front.model.limits()
+        limits = front.model.limits()
         prompt, plan = await front.model.chats.prompt(wanted)
-        if plan is not None and plan.request.strict:
-            silent.append("tools.function.strict")
-        asked = _text_request(front.model, wanted, prompt, adapter, plan)
+        constraint = chat_constraint(wanted, plan, front.model.tokenizer, limits, silent)
+        asked = _text_request(front.model, wanted, prompt, adapter, plan, constraint)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     return await answer(
@@ -65,7 +65,12 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _text_request(
-    model: ServedModel, wanted: ChatRequest, prompt: str, adapter: str, plan: ToolPlan | None
+    model: ServedModel,
+    wanted: ChatRequest,
+    prompt: str,
+    adapter: str,
+    plan: ToolPlan | None,
+    constraint: Constraint,
 ) -> TextRequest:
     limits = model.limits()
     given = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
@@ -83,11 +88,12 @@ def _text_request(
         [sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
         (*stop_words(wanted), *(() if plan is None else plan.stop)),
         adapter,
+        names=names,
+        constraint=constraint,
         shown_tokens=() if plan is None else plan.shown_tokens,
         log_probs=tops >= 0,
         add_special_tokens=bool(wanted.add_special_tokens),
         cut=given is None,
-        names=names,
     )
 
 

@@ -15,6 +15,7 @@ from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram
 from tests.fake_engine import LIMITS, TOY_PERF, FakeEngine, scripted, toy_log_prob
 from tests.waiting import wait_until
 from tridecode.backend.doors.text import TritonPythonModel
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 INPUTS = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}
 OUTPUTS = {
@@ -682,10 +683,20 @@ BAD = {
     ),
     "too many samples": (tensors("a", num_return_sequences=65), "INVALID_ARG", "num_return_sequences is 65"),
     "LoRA": (tensors("a", lora_task_id=1), "UNSUPPORTED", "lora_task_id is 1"),
-    "guided decoding": (
-        tensors("a", guided_decoding_guide_type="json_schema", guided_decoding_guide="{}"),
-        "UNSUPPORTED",
-        "guided_decoding_guide_type is 'json_schema'",
+    "an unknown guide": (
+        tensors("a", guided_decoding_guide_type="lark", guided_decoding_guide="{}"),
+        "INVALID_ARG",
+        'guided_decoding_guide_type is "lark"; wanted one of json, json_schema, regex, ebnf_grammar,',
+    ),
+    "a guide type alone": (
+        tensors("a", guided_decoding_guide_type="regex"),
+        "INVALID_ARG",
+        "guided_decoding_guide is missing and guided_decoding_guide_type is regex; wanted both",
+    ),
+    "a guide alone": (
+        tensors("a", guided_decoding_guide="{}"),
+        "INVALID_ARG",
+        "guided_decoding_guide is sent without guided_decoding_guide_type; wanted both",
     ),
     "more logits than the engine gives": (
         tensors("Hello", 200, return_context_logits=True, return_generation_logits=True),
@@ -695,6 +706,26 @@ BAD = {
     "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input has a text"),
     "bias": (tensors("a", embedding_bias_words=["x"]), "UNSUPPORTED", "embedding_bias_words is 'x'"),
 }
+
+
+#: guided_decoding_guide_type and guided_decoding_guide -> the engine's constraint
+GUIDES = {
+    ("json", ""): StructuredOutput("json"),
+    ("json", "{}"): StructuredOutput("json"),
+    ("json_schema", '{"type": "object"}'): StructuredOutput("json_schema", '{"type": "object"}'),
+    ("regex", "[0-9]+港"): StructuredOutput("regex", "[0-9]+港"),
+    ("ebnf_grammar", 'root ::= "a"'): StructuredOutput("grammar", 'root ::= "a"'),
+    ("structural_tag", '{"structures": [], "triggers": []}'): StructuredOutput(
+        "structural_tag", '{"structures": [], "triggers": []}'
+    ),
+    ("", ""): None,
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_engine_gets_the_guide_of_an_answer(door, guide):
+    only(ask(door, tensors("a", guided_decoding_guide_type=guide[0], guided_decoding_guide=guide[1])))
+    assert door.test_engine.submits[-1].sequences[0].structured_output == GUIDES[guide]
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -14,6 +14,7 @@ from tests.fake_engine import LIMITS, TOY_PERF, FakeEngine, scripted, toy_log_pr
 from tests.waiting import wait_until
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.doors.token_model import TritonPythonModel
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 INPUTS = {field.name: f"TYPE_{field.dtype}" for field in TENSORRT_LLM_TOKENS.inputs if field.declared}
 OUTPUTS = {output.name: f"TYPE_{output.dtype}" for output in TENSORRT_LLM_TOKENS.outputs}
@@ -317,13 +318,23 @@ def row(*values: int) -> np.ndarray:
     return np.array([values], np.int32)
 
 
+def test_each_row_has_a_guide_of_its_own(plain):
+    kinds = np.array([[b"regex"], [b""]], object)
+    texts = np.array([[b"[0-9]+"], [b""]], object)
+    sent = tensors(rows=((5, 6), (7,)), guided_decoding_guide_type=kinds, guided_decoding_guide=texts)
+    only(ask(plain, sent))
+    outputs = [submit.sequences[0].structured_output for submit in plain.test_engine.submits[-2:]]
+    assert outputs == [StructuredOutput("regex", "[0-9]+"), None]
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"beam_width": 65}, "beam_width is 65; wanted"),
         ({"draft_input_ids": row(3)}, "draft_input_ids was sent"),
         ({"embedding_bias": np.ones((1, 4), np.float32)}, "embedding_bias is 1.0"),
-        ({"guided_decoding_guide": np.array([[b"{}"]], object)}, "guided_decoding_guide is '{}'"),
+        ({"guided_decoding_guide": np.array([[b"{}"]], object)}, "without guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": np.array([[b"x"]], object)}, 'guide_type is "x"; wanted one of json'),
         ({"input_ids": row(5, 6, 600)}, "token id 600; wanted ids below 600"),
         ({"input_ids": row(5, 6, -1)}, "row 0 of input_ids has the token id -1"),
         ({"input_ids": None}, "input input_ids is missing"),

@@ -17,6 +17,7 @@ from tests.waiting import wait_until
 from tridecode.backend.doors.contracts.vllm import KEYS, KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.vllm import TritonPythonModel
 from tridecode.backend.wire.messages import MAX_LORA_NAME
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 OUTPUTS = {output.name: f"TYPE_{output.dtype}" for output in VLLM.outputs}
 REASONS = {"return_finish_reason": True, "return_num_output_tokens": True}
@@ -42,10 +43,13 @@ def repository(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(repository, says=None, decoupled=True, config=None, tokenizer="bytes", **engine):
+def serving(
+    repository, says=None, decoupled=True, config=None, tokenizer="bytes", grammar_fault="", **engine
+):
     """says: the ids that the model generates, whatever the prompt; by default ANSWER, then the end."""
     tokens = [*ids_of(ANSWER), EOS] if says is None else says
     limits = msgspec.structs.replace(LIMITS, vocab_size=600, end_id=EOS, start_id=EOS)
+    limits = msgspec.structs.replace(limits, grammar_fault=grammar_fault)
     parameters = {"tokenizer_dir": tokenizer, **(config or {})}
     settings = fake_triton.model_config("vllm", {}, OUTPUTS, parameters, decoupled, 0)
     fake = FakeEngine(limits=limits, next_token=scripted(tokens), **engine)
@@ -385,13 +389,48 @@ _REFUSED = [
     ('{"prompt_logprobs": 1}', "UNSUPPORTED", "prompt_logprobs is 1, which this version does not implement"),
     ('{"logit_bias": {"5": 1}}', "UNSUPPORTED", 'logit_bias is {"5": 1}'),
     ('{"detokenize": false}', "UNSUPPORTED", "detokenize is false"),
-    ('{"structured_outputs": "{}"}', "UNSUPPORTED", "structured_outputs is"),
+    ('{"structured_outputs": 3}', "INVALID_ARG", "sampling_parameters: structured_outputs is 3; wanted"),
+    ('{"structured_outputs": {"jsn": {}}}', "INVALID_ARG", 'structured_outputs has the unknown key "jsn"'),
+    ('{"structured_outputs": "{"}', "INVALID_ARG", 'structured_outputs is "{"; wanted a JSON object'),
+    ('{"guided_regex": ""}', "INVALID_ARG", 'guided_regex is ""; wanted a regular expression'),
+    ('{"guided_regex": "\\ud800"}', "INVALID_ARG", "guided_regex has a regex that is not valid UTF-8"),
+    ('{"guided_choice": ["a", 3]}', "INVALID_ARG", "guided_choice[1] is 3; wanted a text"),
+    ('{"guided_json": {}, "guided_regex": "a"}', "INVALID_ARG", "are both sent; wanted one of them"),
+    ('{"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}', "UNSUPPORTED",
+     "structured_outputs.whitespace_pattern is"),
     (
         '{"repetition_penalty": 1.1, "presence_penalty": 1}',
         "UNSUPPORTED",
         "repetition_penalty is 1.1 with a presence_penalty",
     ),
 ]  # fmt: skip
+
+
+#: sampling_parameters -> the engine's constraint
+_CONSTRAINTS: list[tuple[dict, StructuredOutput | None]] = [
+    ({"structured_outputs": {"json": {"type": "object"}}},
+     StructuredOutput("json_schema", '{"type": "object"}')),
+    ({"structured_outputs": '{"regex": "[a-z]+", "choice": null}'}, StructuredOutput("regex", "[a-z]+")),
+    ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, StructuredOutput("json")),
+    ({"guided_decoding": {"choice": ["a", "港"], "backend": "auto"}},
+     StructuredOutput("choice", '["a", "\\u6e2f"]')),
+    ({"guided_json": '{"type": "array"}'}, StructuredOutput("json_schema", '{"type": "array"}')),
+    ({"guided_grammar": "start: /a/"}, StructuredOutput("grammar", "start: /a/")),
+    ({"structured_outputs": {}, "guided_json": None}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "output"), _CONSTRAINTS)
+def test_the_engine_gets_the_constraint_of_an_answer(door, keys, output):
+    only(ask(door, tensors(sampling=keys)))
+    assert door.test_engine.submits[-1].sequences[0].structured_output == output
+
+
+def test_an_error_about_a_grammar_names_the_field_of_the_client(repository):
+    with serving(repository, grammar_fault="this engine has no grammars") as door:
+        code, text = refusal(ask(door, tensors(sampling={"structured_outputs": {"regex": "x"}})))
+    assert code == "UNSUPPORTED"
+    assert text == "sampling_parameters: structured_outputs is regex, and this engine has no grammars"
 
 
 @pytest.mark.parametrize(("sent", "code", "text"), _REFUSED, ids=[str(case[2])[:30] for case in _REFUSED])

@@ -41,7 +41,12 @@ _INNER: Body = {
     "tool_choice": {"type": "function", "function": {"name": "f"}},
     "chat_template_kwargs": {"name": "x"},
     "documents": [{"title": "x"}],
-    "response_format": {"type": "text"},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    "structured_outputs": {"choice": ["a", "b"]},
+    "structural_tag": {
+        "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}],
+        "triggers": ["<a"],
+    },
 }
 _MEGABYTE, _MANY = 1 << 20, 100_000
 

@@ -190,6 +190,8 @@ def test_an_error_names_the_field_and_ends_the_others(llm) -> None:
         (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids has 1000000"),
         (SamplingParams(temperature=math.nan), "temperature is nan"),
         (BeamSearchParams(beam_width=65), "beam_width is 65"),
+        (SamplingParams(structured_outputs={"jsn": {}}), 'structured_outputs has the unknown key "jsn"'),
+        (SamplingParams(structured_outputs={"choice": [1]}), r"structured_outputs.choice\[0\] is 1"),
     ],
 )
 def test_wrong_parameters_are_named(llm, params, text) -> None:
