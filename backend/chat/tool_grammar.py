@@ -31,7 +31,7 @@ def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def inline_json(schema: Any) -> str:
     """Return a JSON schema as a grammar holds it."""
-    # the notation of a grammar is told by ::=, which a text in a schema may have
+    # ::= marks EBNF, so it must not occur in a text of the schema
     return "%json " + json.dumps(schema).replace("::=", "::\\u003d")
 
 

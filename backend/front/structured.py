@@ -13,7 +13,7 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 
 class Constraint(NamedTuple):
-    """What an answer obeys, None for any text, and the field that says so."""
+    """A constraint of an answer, None for any text, and the field that it comes from."""
 
     field: str
     output: Output
