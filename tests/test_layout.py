@@ -93,9 +93,11 @@ ALLOWED = {
         "backend.text",
         "backend.wire",
     },
+    "backend.batches": {"backend.batches", "backend.base"},
     "backend.front": {
         "backend.front",
         "backend.base",
+        "backend.batches",
         "backend.chat",
         "backend.configuration",
         "backend.models.config_ini",
@@ -147,6 +149,7 @@ ALLOWED = {
 
 #: modules that must not import torch or transformers, directly or through another module of ours
 TORCH_FREE = (
+    "backend.batches",
     "backend.doors",
     "backend.front",
     "backend.service",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.tools.batch.answer_files import AnswerFiles
-from tridecode.tools.batch.lines import InputLines
-from tridecode.tools.batch.meter import Meter
+from tridecode.backend.batches.answer_files import AnswerFiles
+from tridecode.backend.batches.lines import InputLines, count_lines
+from tridecode.backend.batches.meter import Meter
+from tridecode.backend.batches.runner import Runner
+from tridecode.backend.batches.sender import Sender
+from tridecode.backend.batches.target import Described, Target, describe, service_url
 from tridecode.tools.batch.own_service import own_service
 from tridecode.tools.batch.progress import BatchProgress, summary
-from tridecode.tools.batch.runner import Runner
-from tridecode.tools.batch.sender import Sender
-from tridecode.tools.batch.target import Described, Target, describe, service_url
 from tridecode.tools.build_repo.cache import Conversion
 from tridecode.tools.progress import spinner
 
@@ -93,11 +95,54 @@ def run_batch(options: BatchOptions) -> int:
 async def _run(
     runner: Runner, target: Target, concurrency: int, progress: BatchProgress, options: BatchOptions
 ) -> int:
+    """Return the signal that stopped the run, 0 at its end."""
     sender = Sender(target, concurrency, options.patience_s, options.timeout_s)
+    stopping = asyncio.Event()
     try:
-        return await runner.run(sender, concurrency, progress, options.source)
+        with _signals(stopping) as caught, _counted(options.source, runner.meter):
+            await runner.run(sender, concurrency, stopping, lambda: progress.show(sender.absence))
     finally:
         await sender.close()
+    return caught[0] if caught else 0
+
+
+@contextmanager
+def _counted(source: Path, meter: Meter) -> Iterator[None]:
+    """Count the lines of the input in a thread meanwhile."""
+    stop = threading.Event()
+
+    def count() -> None:
+        with suppress(OSError):  # reading the lines reports it
+            lines = count_lines(source, stop.is_set)
+            if not stop.is_set():
+                meter.counted = lines
+
+    thread = threading.Thread(target=count, name="counting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[list[int]]:
+    """Let SIGINT and SIGTERM end the run in order; the value gets the first one."""
+    loop, caught = asyncio.get_running_loop(), list[int]()
+
+    def note(signum: int) -> None:
+        caught.append(signum)
+        stopping.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for signum in handled:
+        loop.add_signal_handler(signum, note, signum)
+    try:
+        yield caught
+    finally:
+        for signum in handled:
+            loop.remove_signal_handler(signum)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tridecode.backend.base import log_format
 from tridecode.backend.base.errors import ConfigError, EngineDownError
+from tridecode.backend.batches.target import Target
 from tridecode.backend.front.access import digest_of
 from tridecode.backend.front.settings import LOOPBACK
-from tridecode.tools.batch.target import Target
 
 _PORT = re.compile(r"listens on \S+ port (\d+),")
 _ERROR = re.compile(r" ERROR \S+: (.+)")

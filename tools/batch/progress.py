@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tridecode.tools.batch.meter import Meter
+from tridecode.backend.batches.meter import Meter
 from tridecode.tools.progress import Bar
 
 #: seconds between two plain lines

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from tridecode.tools.batch.meter import WINDOW_S, Meter
+from tridecode.backend.batches.meter import WINDOW_S, Meter
 from tridecode.tools.batch.progress import clock_time, duration, state_line, summary
 
 ANSWER = msgspec.Raw(b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":5,"completion_tokens":20}}')

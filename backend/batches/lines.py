@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,13 +10,12 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.front.settings import MAX_BODY_BYTES
-from tridecode.tools.batch.id_set import IdSet
-from tridecode.tools.batch.records import LineError
+from tridecode.backend.batches.id_set import IdSet
+from tridecode.backend.batches.records import LineError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-#: bytes of a line: the largest body of the service, and the names around it
-MAX_LINE_BYTES = MAX_BODY_BYTES + (64 << 10)
+#: bytes of a line: the largest body of the OpenAI service, and the names around it
+MAX_LINE_BYTES = (32 << 20) + (64 << 10)
 _SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
@@ -43,14 +42,20 @@ class Request:
 
 
 class InputLines:
-    """The requests of a file. priority: added to bodies without one; None: to none."""
+    """The requests of a file.
+
+    priority: added to bodies without one; None: to none. overrides: whether it replaces that of the others.
+    """
 
     priority: int | None = None
+    overrides = False
 
-    def __init__(self, path: Path):
-        """Raises ConfigError for what is not a file with lines, OSError for what cannot be opened."""
+    def __init__(self, path: Path, urls: Sequence[str] = URLS):
+        """urls: those that lines may have. Raises ConfigError for what is not a file with lines, OSError for
+        what cannot be opened."""
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file; wanted a file of JSON lines")
+        self._urls = urls
         self._file: BinaryIO = path.open("rb")
         self._number = 0
         self.num_empty = 0
@@ -106,8 +111,8 @@ class InputLines:
             raise self._error(
                 "invalid_method", f"has the method {_shown(line.method)}; wanted POST", "method"
             )
-        if line.url not in URLS:
-            text = f"has the url {_shown(line.url)}; wanted {', '.join(URLS)}"
+        if line.url not in self._urls:
+            text = f"has the url {_shown(line.url)}; wanted {', '.join(self._urls)}"
             raise self._error("invalid_url", text, "url")
         return Request(self._number, custom_id, line.url, self._body(line.body))
 
@@ -118,7 +123,7 @@ class InputLines:
             raise self._error("invalid_body", "has no JSON object as body", "body") from None
         if bytes(fields.get("stream", b"null")) not in (b"false", b"null"):
             raise self._error("invalid_body", "wants a stream; wanted stream false or omitted", "stream")
-        if self.priority is None or "priority" in fields:
+        if self.priority is None or ("priority" in fields and not self.overrides):
             return bytes(found)
         return msgspec.json.encode({**fields, "priority": self.priority})
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.tools.batch.batches import read
 from tridecode.backend.base.errors import ConfigError
-from tridecode.tools.batch.answer_files import AnswerFile, AnswerFiles
-from tridecode.tools.batch.id_set import IdSet
-from tridecode.tools.batch.records import LineError, Response, answer_line, error_line
+from tridecode.backend.batches.answer_files import AnswerFile, AnswerFiles
+from tridecode.backend.batches.id_set import IdSet
+from tridecode.backend.batches.records import LineError, Response, answer_line, error_line
 
 BODY = Response(200, "r", msgspec.Raw(b'{"text":"x"}'))
 

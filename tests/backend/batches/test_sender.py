@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tridecode.backend.base.errors import ConfigError, EngineDownError
-from tridecode.tools.batch import sender as sender_module
-from tridecode.tools.batch.lines import Request
-from tridecode.tools.batch.records import LineError, Response
-from tridecode.tools.batch.sender import Pause, Sender, retry_after
-from tridecode.tools.batch.target import Described, Target, describe, service_url
+from tridecode.backend.batches import sender as sender_module
+from tridecode.backend.batches.lines import Request
+from tridecode.backend.batches.records import LineError, Response
+from tridecode.backend.batches.sender import Pause, Sender, retry_after
+from tridecode.backend.batches.target import Described, Target, describe, service_url
 
 OK = (200, {}, b'{"text":\n "x"}')
 DOWN = (503, {"retry-after": "1"}, b'{"error": {"message": "no engine"}}')

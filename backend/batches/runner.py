@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
 
-from tridecode.tools.batch.answer_files import AnswerFile, AnswerFiles
-from tridecode.tools.batch.lines import InputLines, Request, count_lines
-from tridecode.tools.batch.meter import Meter
-from tridecode.tools.batch.progress import BatchProgress
-from tridecode.tools.batch.records import LineError, answer_line, error_line
-from tridecode.tools.batch.sender import Sender
+from tridecode.backend.batches.answer_files import AnswerFile, AnswerFiles
+from tridecode.backend.batches.lines import InputLines, Request
+from tridecode.backend.batches.meter import Meter
+from tridecode.backend.batches.records import LineError, Response, answer_line, error_line
 
 _TICK_S = 0.5
 _YIELD_LINES = 200  # that are read before other tasks have their turn
 _GROUP_BYTES = 16 << 20
+
+
+class Sends(Protocol):
+    """Answers one request. Raises LineError for one that has no answer."""
+
+    async def send(self, request: Request) -> Response: ...
 
 
 class Runner:
@@ -29,29 +30,28 @@ class Runner:
         self._lines, self._files, self.meter = lines, files, meter
         self._reading: asyncio.Lock
         self._results: asyncio.Queue[tuple[AnswerFile, bytes] | None]
-        self._stopping: asyncio.Event
 
-    async def run(self, sender: Sender, concurrency: int, progress: BatchProgress, source: Path) -> int:
-        """Answer all lines; return the signal that stopped the run, 0 at its end.
+    async def run(
+        self, sender: Sends, concurrency: int, stopping: asyncio.Event, show: Callable[[], object]
+    ) -> None:
+        """Answer all lines, or stop once `stopping` is set. show: called every 0.5 s.
 
-        All answers that have come when the run ends or fails are in the files. Raises what Sender.send does,
-        and OSError.
+        All answers that have come when the run ends or fails are in the files. Raises what `sender` does, and
+        OSError.
         """
-        self._reading, self._stopping = asyncio.Lock(), asyncio.Event()
+        self._reading = asyncio.Lock()
         self._results = asyncio.Queue(concurrency)
         writer = asyncio.create_task(self._write())
-        showing = asyncio.create_task(self._show(sender, progress))
+        showing = asyncio.create_task(self._show(show))
         workers = [asyncio.create_task(self._work(sender)) for _ in range(concurrency)]
-        with _signals(self._stopping) as caught, self._counted(source):
-            try:
-                await _first_failure_or_all(workers, writer, asyncio.create_task(self._stopping.wait()))
-            finally:
-                showing.cancel()
-                await self._end(writer)
+        try:
+            await _first_failure_or_all(workers, writer, asyncio.create_task(stopping.wait()))
+        finally:
+            showing.cancel()
+            await self._end(writer)
         self.meter.empty = self._lines.num_empty
-        return caught[0] if caught else 0
 
-    async def _work(self, sender: Sender) -> None:
+    async def _work(self, sender: Sends) -> None:
         while (request := await self._next()) is not None:
             try:
                 response = await sender.send(request)
@@ -122,50 +122,12 @@ class Runner:
                 self._results.put_nowait(None)
         await writer
 
-    async def _show(self, sender: Sender, progress: BatchProgress) -> None:
+    async def _show(self, show: Callable[[], object]) -> None:
         while True:
             self.meter.empty = self._lines.num_empty
             self.meter.sample()
-            progress.show(sender.absence)
+            show()
             await asyncio.sleep(_TICK_S)
-
-    @contextmanager
-    def _counted(self, source: Path) -> Iterator[None]:
-        """Count the lines of the input in a thread meanwhile."""
-        stop = threading.Event()
-
-        def count() -> None:
-            with suppress(OSError):  # reading the lines reports it
-                lines = count_lines(source, stop.is_set)
-                if not stop.is_set():
-                    self.meter.counted = lines
-
-        thread = threading.Thread(target=count, name="counting", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-
-@contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[list[int]]:
-    """Let SIGINT and SIGTERM end the run in order; the value gets the first one."""
-    loop, caught = asyncio.get_running_loop(), list[int]()
-
-    def note(signum: int) -> None:
-        caught.append(signum)
-        stopping.set()
-
-    handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    for signum in handled:
-        loop.add_signal_handler(signum, note, signum)
-    try:
-        yield caught
-    finally:
-        for signum in handled:
-            loop.remove_signal_handler(signum)
 
 
 async def _first_failure_or_all(

@@ -12,9 +12,9 @@ import httpx
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError, EngineDownError
-from tridecode.tools.batch.lines import Request
-from tridecode.tools.batch.records import LineError, Response, one_line
-from tridecode.tools.batch.target import AWAY, Target, key_error, message_of, reason_of
+from tridecode.backend.batches.lines import Request
+from tridecode.backend.batches.records import LineError, Response, one_line
+from tridecode.backend.batches.target import AWAY, Target, key_error, message_of, reason_of
 
 #: times that a line is sent, if the service goes away each time. Others may have been the cause.
 MAX_SENDS = 8

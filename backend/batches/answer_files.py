@@ -12,8 +12,8 @@ from typing import BinaryIO
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.tools.batch.id_set import IdSet
-from tridecode.tools.batch.records import LINE_START, NOT_SENT
+from tridecode.backend.batches.id_set import IdSet
+from tridecode.backend.batches.records import LINE_START, NOT_SENT
 
 
 class _Error(msgspec.Struct):

@@ -10,9 +10,10 @@ import pytest
 
 from tests.tools.batch.batches import completion, write
 from tridecode.backend.base.errors import ConfigError
-from tridecode.tools.batch import lines as lines_module
-from tridecode.tools.batch.lines import InputLines, Request, count_lines
-from tridecode.tools.batch.records import NOT_SENT, LineError
+from tridecode.backend.batches import lines as lines_module
+from tridecode.backend.batches.lines import InputLines, Request, count_lines
+from tridecode.backend.batches.records import NOT_SENT, LineError
+from tridecode.backend.front.settings import MAX_BODY_BYTES
 
 
 def read_all(path: Path, priority: int | None = None) -> tuple[list[Request], list[LineError]]:
@@ -118,3 +119,21 @@ def test_only_files_are_read(tmp_path) -> None:
         InputLines(tmp_path)
     with pytest.raises(FileNotFoundError):
         InputLines(tmp_path / "absent")
+
+
+def test_a_line_has_room_for_the_largest_body_of_the_service() -> None:
+    assert lines_module.MAX_LINE_BYTES >= MAX_BODY_BYTES + 1024
+
+
+def test_urls_and_priorities_may_be_prescribed(tmp_path: Path) -> None:
+    lines = [completion("a", priority=-5), completion("b"), with_fields(url="/v1/embeddings")]
+    path = write(tmp_path / "in.jsonl", lines)
+    found = InputLines(path, ["/v1/completions"])
+    found.priority, found.overrides = 7, True
+    try:
+        requests = [found.next(), found.next()]
+        with pytest.raises(LineError, match="line 3 has the url .*; wanted /v1/completions$"):
+            found.next()
+    finally:
+        found.close()
+    assert [json.loads(request.body)["priority"] for request in requests if request is not None] == [7, 7]
