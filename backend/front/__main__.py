@@ -13,6 +13,7 @@ from tridecode.backend.base import log_format
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.chat.tool_formats import find_format
 from tridecode.backend.front.access import Keys, digest_of
+from tridecode.backend.front.batches.store import Store
 from tridecode.backend.front.process.counts import shared_counts
 from tridecode.backend.front.process.master import Master, open_port
 from tridecode.backend.front.process.repository import (
@@ -22,7 +23,13 @@ from tridecode.backend.front.process.repository import (
     read_repository,
     read_vocab_size,
 )
-from tridecode.backend.front.settings import LOOPBACK, MAX_CONNECTIONS, FrontSettings
+from tridecode.backend.front.settings import (
+    LOOPBACK,
+    MAX_CONNECTIONS,
+    MAX_STORE_BYTES,
+    MAX_STORE_FILES,
+    FrontSettings,
+)
 from tridecode.backend.front.triton.hosts import read_hosts
 from tridecode.backend.supervisor import processes
 
@@ -52,6 +59,9 @@ class FrontArguments:
     engine_model: str = ENGINE_MODEL
     manage_adapters: bool = False
     max_connections: int = MAX_CONNECTIONS
+    batch_dir: str = ""
+    batch_dir_bytes: int = MAX_STORE_BYTES
+    batch_max_files: int = MAX_STORE_FILES
     triton: str = ""
     owner: str = ""
     limit_seconds: float = 0.0
@@ -68,6 +78,9 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     hosts = read_hosts(arguments.triton) if arguments.triton else ()
     if hosts and arguments.manage_adapters:
         raise ConfigError("--manage-adapters changes a folder of this machine; wanted without --triton")
+    for name in ("batch_dir_bytes", "batch_max_files"):
+        if (found := getattr(arguments, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {found}; wanted 1 or more")
     find_format("", arguments.tool_call_parser or None)
     engine_dir = find_engine_dir(arguments.repository, arguments.engine_model)
     values = read_repository(engine_dir)
@@ -96,6 +109,9 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         guest=guest,
         manage_adapters=arguments.manage_adapters,
         max_connections=arguments.max_connections,
+        batch_dir=os.path.abspath(arguments.batch_dir) if arguments.batch_dir else "",
+        batch_dir_bytes=arguments.batch_dir_bytes,
+        batch_max_files=arguments.batch_max_files,
         triton=hosts,
         vocab_size=read_vocab_size(engine_dir) if hosts else 0,
         **values,
@@ -106,6 +122,8 @@ def run(arguments: FrontArguments) -> int:
     """Serve until a signal, or until the server is gone. Returns the exit code."""
     log_format.configure("openai")
     settings = read_settings(arguments)
+    if (store := Store.of(settings)) is not None:
+        store.create()
     listening = open_port(settings.host, settings.port)
     host, port = listening.getsockname()[:2]
     _log.info("the OpenAI service listens on %s port %d, with %d worker(s)", host, port, settings.workers)
@@ -123,12 +141,13 @@ def main() -> int:
         "engine-model",
         "owner",
         "triton",
+        "batch-dir",
     ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--manage-adapters", action="store_true")
     parser.add_argument("--parent", type=int, help="process that started this one; end with it")
     parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)
-    for name in ("port", "workers", "max-connections"):
+    for name in ("port", "workers", "max-connections", "batch-dir-bytes", "batch-max-files"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     for name in ("served-model-name", "cors", "api-key"):
         parser.add_argument(f"--{name}", action="append", default=argparse.SUPPRESS)

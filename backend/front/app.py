@@ -18,10 +18,12 @@ from tridecode.backend.front.access import Keys
 from tridecode.backend.front.errors import ApiError, api_error, shown
 from tridecode.backend.front.routes import (
     adapters,
+    batches,
     chat,
     colossal,
     completions,
     embeddings,
+    files,
     generate,
     openapi,
     status,
@@ -46,6 +48,15 @@ def application(front: FrontService) -> Starlette:
         Route("/chat", colossal.chat_answer, methods=["POST"]),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/v1/files", files.upload, methods=["POST"]),
+        Route("/v1/files", files.listed),
+        Route("/v1/files/{file_id}", files.retrieve),
+        Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", files.content),
+        Route("/v1/batches", batches.create, methods=["POST"]),
+        Route("/v1/batches", batches.listed),
+        Route("/v1/batches/{batch_id}", batches.retrieve),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
         Route("/openapi.json", openapi.document),
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
@@ -59,7 +70,7 @@ def application(front: FrontService) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(front.settings.cors),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "x-tridecode-no-effect", "retry-after"],
             )

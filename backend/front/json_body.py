@@ -34,10 +34,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 async def read_body(request: Request, most: int) -> bytes:
     """The whole body. ApiError 413 if it has more than `most` bytes, 415 if it is compressed;
     ClientDisconnect if the client left."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        text = f"the body has the content-encoding {shown(encoding)}; wanted one that is not compressed"
-        raise ApiError(415, text, code="unsupported_encoding", headers={"connection": "close"})
+    check_encoding(request)
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise _too_large(f"{int(length):,} bytes", most)
@@ -52,6 +49,14 @@ async def read_body(request: Request, most: int) -> bytes:
         pieces.append(message.get("body", b""))
         if not message.get("more_body", False):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def check_encoding(request: Request) -> None:
+    """Raise ApiError 415 for a compressed body."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        text = f"the body has the content-encoding {shown(encoding)}; wanted one that is not compressed"
+        raise ApiError(415, text, code="unsupported_encoding", headers={"connection": "close"})
 
 
 def _too_large(found: str, most: int) -> ApiError:

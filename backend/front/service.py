@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.front.access import Keys
+from tridecode.backend.front.batches.store import Store
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.errors import ApiError, api_error, bad_request
 from tridecode.backend.front.json_body import parse, read_body
@@ -31,15 +32,19 @@ class FrontService:
     keys: Keys
     log: RequestLog
     counts: Counts
+    store: Store | None = None  # of files and batches
 
     @classmethod
     def of(cls, request: Request) -> FrontService:
         return request.app.state.front
 
+    def call(self, prefix: str) -> Call:
+        return Call(f"{prefix}-{_random.getrandbits(128):032x}", "")
+
     async def begin(self, request: Request, prefix: str, kind: type[_T]) -> tuple[Call, _T]:
         """A new call, and the body as a struct of this kind. The call's label is the client's id: that of the
         field request_id, else of the header. Raises ApiError, once the call has ended."""
-        call = Call(f"{prefix}-{_random.getrandbits(128):032x}", "")
+        call = self.call(prefix)
         try:
             self.model.check_open()
             call.label = _label(request.headers.get("x-request-id", ""), None)

@@ -9,6 +9,8 @@ LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
 #: of one worker; an idle one costs some 20 KB
 MAX_CONNECTIONS = 10_000
+#: of the folder of files and batches, results included
+MAX_STORE_BYTES, MAX_STORE_FILES = 10 << 30, 1000
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +24,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     hexadecimal; key_file: a file of such digests, read again when it changes; "": none. owner: "PID:START" of
     the process whose life the engine shares; guest: whether that process keeps the engine, not the front.
     lora_dir: folder of the adapters; "": the engine has none. manage_adapters: whether requests may add and
-    remove some. add_special_tokens, stop_ids: as the text
+    remove some. batch_dir: folder of files and batches, absolute; "": neither exists. batch_dir_bytes,
+    batch_max_files: its limits. add_special_tokens, stop_ids: as the text
     models of the repository have them.
     """
 
@@ -44,6 +47,9 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     guest: bool = False
     lora_dir: str = ""
     manage_adapters: bool = False
+    batch_dir: str = ""
+    batch_dir_bytes: int = MAX_STORE_BYTES
+    batch_max_files: int = MAX_STORE_FILES
     fingerprint: str = ""
     created: int = 0
     add_special_tokens: bool = True

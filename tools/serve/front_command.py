@@ -45,6 +45,16 @@ def front(
     max_connections: Annotated[
         int, typer.Option(help="Connections per worker; further ones are refused with 503.")
     ] = 10_000,
+    batch_dir: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="DIR", help="Folder for files and batches, which /v1/files and /v1/batches need."
+        ),
+    ] = None,
+    batch_dir_bytes: Annotated[
+        int, typer.Option(help="Bytes that all files in it may have, results included.")
+    ] = 10 << 30,
+    batch_max_files: Annotated[int, typer.Option(help="Files that it may have.")] = 1000,
     triton: Annotated[
         str,
         typer.Option(
@@ -85,6 +95,9 @@ def front(
         engine_model=engine_model,
         manage_adapters=manage_adapters,
         max_connections=max_connections,
+        batch_dir="" if batch_dir is None else str(batch_dir),
+        batch_dir_bytes=batch_dir_bytes,
+        batch_max_files=batch_max_files,
         triton=triton,
     )
     raise typer.Exit(run(arguments))

@@ -56,6 +56,11 @@ class Connection(HttpToolsProtocol):
         """Call it whenever the client reads again after a pause; None: no more."""
         self._writable = call
 
+    def body_goes_on(self) -> None:
+        """Give a body that arrives steadily the time of a whole body again."""
+        if not self._in_headers and self._timer is not None:
+            self._arm(self.settings.body_s)
+
     def write_part(self, data: bytes) -> None:
         """Write a part of an answer that was begun without a content-length, as ASGI's send would do."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

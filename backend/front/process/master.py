@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import secrets
 import signal
 import socket
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
 
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.front.access import digest_of
+from tridecode.backend.front.process.child import Child
 from tridecode.backend.front.settings import FrontSettings
-from tridecode.backend.supervisor.processes import ProcessId, Waker, alive
+from tridecode.backend.supervisor.processes import ProcessId, alive
 
 _BACKLOG = 2048
 _TICK_S = 0.1
-_MAX_PAUSE_S = 5.0
-_HEALTHY_S = 10.0  # a worker that has lived for so long is started again at once
 _STOP_S = 25.0  # a worker that has not ended this long after SIGTERM is killed
+_STOP_BATCHES_S = 5.0  # the same, of the process of the batches
 
+_WORKER = "tridecode.backend.front.process.worker"
+_BATCHES = "tridecode.backend.front.batches.process"
 _log = logging.getLogger("tridecode.front")
 
 
@@ -46,24 +47,27 @@ def open_port(host: str, port: int) -> socket.socket:
     return listening
 
 
-@dataclass
-class _Worker:
-    process: subprocess.Popen[bytes]
-    started_at: float
-    waker: Waker = field(default_factory=Waker)
-
-
 class Master:
     """Runs until SIGTERM or SIGINT, or until the owner is gone."""
 
     def __init__(self, settings: FrontSettings, listening: socket.socket, counts_fd: int):
-        self._settings, self._listening, self._counts_fd = settings, listening, counts_fd
-        self._workers: dict[int, _Worker] = {}
-        self._start_at = dict.fromkeys(range(settings.workers), 0.0)
-        self._pauses = dict.fromkeys(range(settings.workers), 0.0)
+        self._listening = listening
         self._stopping = ""
         pid, start = map(int, settings.owner.split(":"))
         self._owner = ProcessId(pid, start)
+        key = secrets.token_urlsafe(32) if settings.batch_dir and _wants_key(settings) else ""
+        own_keys = (digest_of(key),) if key else ()
+        workers = msgspec.structs.replace(settings, key_digests=settings.key_digests + own_keys)
+        fds = (listening.fileno(), counts_fd)
+        self._workers = [
+            Child(f"worker {n}", _WORKER, [str(n), *map(str, fds)], fds, lambda: msgspec.json.encode(workers))
+            for n in range(settings.workers)
+        ]
+        self._batches: Child | None = None
+        if settings.batch_dir:
+            # a dictionary and not the struct: this process does without the client that the other imports
+            given = msgspec.json.encode({"front": settings, "url": _own_url(listening), "key": key})
+            self._batches = Child("the process of the batches", _BATCHES, [], (), lambda: given)
 
     def run(self) -> int:
         """The exit code."""
@@ -72,8 +76,8 @@ class Master:
         _raise_file_limit()
         while not self._stopping:
             now = time.monotonic()
-            for number in range(self._settings.workers):
-                self._look(number, now)
+            for child in self._children():
+                child.look(now)
             if not alive(self._owner):
                 self._stopping = f"the server (pid {self._owner.pid}) is gone"
             time.sleep(_TICK_S)
@@ -82,56 +86,35 @@ class Master:
         self._end()
         return 0
 
+    def _children(self) -> list[Child]:
+        return [*self._workers, *([self._batches] if self._batches is not None else ())]
+
     def _on_signal(self, signum: int, _frame: object) -> None:
         if self._stopping:  # a second one: do not wait for open requests
-            for worker in self._workers.values():
-                worker.process.kill()
+            for child in self._children():
+                child.signal(signal.SIGKILL)
         self._stopping = self._stopping or f"got {signal.Signals(signum).name}"
-
-    def _look(self, number: int, now: float) -> None:
-        worker = self._workers.get(number)
-        if worker is not None and (code := worker.process.poll()) is not None:
-            del self._workers[number]
-            if now - worker.started_at > _HEALTHY_S:
-                self._pauses[number] = 0.0
-            pause = self._pauses[number]
-            _log.warning("worker %d ended (%s); it is started again in %.1f s", number, _how(code), pause)
-            self._start_at[number] = now + pause
-            self._pauses[number] = min(_MAX_PAUSE_S, max(0.2, 2 * pause))
-        elif worker is not None and worker.waker.look(worker.process.pid, now):
-            _log.warning("worker %d was stopped by a signal; it is continued", number)
-        if number not in self._workers and now >= self._start_at[number]:
-            self._workers[number] = _Worker(self._start(number), now)
-
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
-        fds = (self._listening.fileno(), self._counts_fd)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tridecode.backend.front.process.worker", str(number), *map(str, fds)],
-            stdin=subprocess.PIPE,
-            pass_fds=fds,
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(msgspec.json.encode(self._settings))
-            process.stdin.close()
-        except BrokenPipeError:  # it has ended already, which the next look sees
-            pass
-        return process
 
     def _end(self) -> None:
         deadline = time.monotonic() + _STOP_S
-        for worker in self._workers.values():
-            worker.process.terminate()
-        for worker in self._workers.values():
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+        if self._batches is not None:  # first: its open lines are cancelled, and sent again after the restart
+            self._batches.signal(signal.SIGTERM)
+            self._batches.wait(_STOP_BATCHES_S)
+        for worker in self._workers:
+            worker.signal(signal.SIGTERM)
+        for worker in self._workers:
+            worker.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _wants_key(settings: FrontSettings) -> bool:
+    return bool(settings.key_digests or settings.key_file)
+
+
+def _own_url(listening: socket.socket) -> str:
+    """Return the address under which this machine reaches the workers."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _raise_file_limit() -> None:

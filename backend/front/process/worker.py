@@ -22,6 +22,7 @@ import uvloop
 from tridecode.backend.base import log_format
 from tridecode.backend.front.access import Keys
 from tridecode.backend.front.app import application
+from tridecode.backend.front.batches.store import Store
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.process.counts import Counts
 from tridecode.backend.front.process.http_protocol import protocol
@@ -53,6 +54,7 @@ async def serve(settings: FrontSettings, number: int, listening: socket.socket, 
             Keys(settings.key_digests, settings.key_file),
             RequestLog("openai").start(),
             Counts(counts_fd, number, settings.workers),
+            Store.of(settings),
         )
         server = uvicorn.Server(config(settings, application(front)))
         _end_by_signals(server)
