@@ -33,6 +33,7 @@ PARTS = ("parallel", "timed")
 TIMED = (
     "backend/chat/test_async_templates.py",
     "backend/doors/test_real_server.py",
+    "backend/front/batches/test_lives.py",
     "backend/front/test_triton_servers.py",
     "backend/nodes/test_two_supervisors.py",
     "backend/supervisor",

@@ -17,6 +17,8 @@ from tridecode.backend.front.fields.embeddings import EmbeddingList, EmbeddingRe
 from tridecode.backend.front.fields.meanings import described
 from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.routes import adapters, colossal, generate, status, tokens
+from tridecode.backend.front.routes.openapi_batches import BATCH_KINDS, batch_paths
+from tridecode.backend.front.service import FrontService
 
 #: (request, answer, summary) by path
 _POSTS: dict[str, tuple[Any, Any, str]] = {
@@ -44,19 +46,20 @@ _ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504)
 
 
 async def document(request: Request) -> Response:
-    return Response(encoded(), media_type="application/json")
+    has_batches = FrontService.of(request).store is not None
+    return Response(encoded(has_batches), media_type="application/json")
 
 
 @cache
-def encoded() -> bytes:
-    return msgspec.json.encode(openapi())
+def encoded(has_batches: bool) -> bytes:
+    return msgspec.json.encode(openapi(has_batches))
 
 
-def openapi() -> dict[str, Any]:
-    """Return the document in OpenAPI 3.1."""
+def openapi(has_batches: bool = False) -> dict[str, Any]:
+    """Return the document in OpenAPI 3.1. has_batches: with the routes of files and batches."""
     kinds = [ErrorBody, *(kind for post in _POSTS.values() for kind in post[:2] if kind is not None)]
     kinds += [kind for kind, _ in _GETS.values() if kind is not None]
-    kinds = list(dict.fromkeys(kinds))
+    kinds = list(dict.fromkeys([*kinds, *(BATCH_KINDS if has_batches else ())]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in (*(post[0] for post in _POSTS.values()), StreamOptions, ChatMessage, ContentPart):
         components[kind.__name__] = described(components[kind.__name__], kind)
@@ -75,6 +78,8 @@ def openapi() -> dict[str, Any]:
     for path, (found, summary) in _GETS.items():
         answer = _answer("the answer", by_kind[found] if found is not None else None)
         paths[path] = {"get": {"summary": summary, "responses": {"200": answer, **errors}}}
+    if has_batches:
+        paths.update(batch_paths(by_kind, errors))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tridecode", "version": version("tridecode")},

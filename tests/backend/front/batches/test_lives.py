@@ -1,4 +1,4 @@
-"""Batches go on after the death of each process: no line is answered twice, none is lost."""
+"""Batches continue after the death of each process: no line is answered twice, none is lost."""
 
 from __future__ import annotations
 

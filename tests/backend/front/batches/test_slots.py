@@ -22,7 +22,8 @@ def test_lines_leave_slots_free(slots: int, clients: int, wanted: int) -> None:
 
 
 def test_open_requests_are_those_of_all_engines() -> None:
-    page = b'# TYPE x\ntridecode_engine_open_requests{engine="a"} 3\ntridecode_engine_open_requests{engine="b"} 4\n'
+    name = b"tridecode_engine_open_requests"
+    page = b'# TYPE x\n%b{engine="a"} 3\n%b{engine="b"} 4\n' % (name, name)
     assert open_requests(page) == 7
     assert open_requests(b"tridecode_engine_ready 1\n") is None
 
