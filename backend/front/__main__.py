@@ -118,11 +118,20 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     )
 
 
+def _check_parser() -> None:
+    """Raise ConfigError where uploads could not be read."""
+    try:
+        import python_multipart  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--batch-dir: {error}; wanted: pip install 'tridecode[front]'") from None
+
+
 def run(arguments: FrontArguments) -> int:
     """Serve until a signal, or until the server is gone. Returns the exit code."""
     log_format.configure("openai")
     settings = read_settings(arguments)
     if (store := Store.of(settings)) is not None:
+        _check_parser()
         store.create()
     listening = open_port(settings.host, settings.port)
     host, port = listening.getsockname()[:2]

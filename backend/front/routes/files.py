@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tridecode.backend.front.batches import files
-from tridecode.backend.front.batches.form import receive
 from tridecode.backend.front.batches.objects import Deleted, FileList
 from tridecode.backend.front.batches.store import Store
 from tridecode.backend.front.errors import ApiError, bad_request, shown
@@ -48,7 +47,12 @@ async def upload(request: Request) -> Response:
     front = FrontService.of(request)
     call = front.call("file")
     try:
-        found = await receive(request, store_of(request))
+        store = store_of(request)
+        from tridecode.backend.front.batches.form import (
+            receive,  # only a service with a store needs its parser
+        )
+
+        found = await receive(request, store)
     except Exception as error:
         raise front.failed(call, disk_error(error) if isinstance(error, OSError) else error, ()) from error
     front.ended(call)
