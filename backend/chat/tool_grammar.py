@@ -15,8 +15,12 @@ from tridecode.backend.chat.tool_formats import ToolFormat
 
 #: schema of arguments without one of their own
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-#: white space as in the histories that templates render
-_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: keywords with which a schema could weaken what it says are overridden
+_OPTIONS = {"lenient": False, "coerce_one_of": False}
+#: white space of arguments, as in the histories that templates render
+_ARGUMENTS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **_OPTIONS}
+#: of a response; without a limit a model may write spaces until max_tokens
+_RESPONSE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **_OPTIONS}
 _TEXT = "TEXT: /(.|\\n)*/"
 #: text that cannot be the beginning of a call without a tag
 _PROSE = "PROSE: /[ \\t\\r\\n]*([^{ \\t\\r\\n](.|\\n)*)?/"
@@ -29,10 +33,9 @@ def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **parameters}
 
 
-def inline_json(schema: Any) -> str:
+def _inline(schema: Any, options: Mapping[str, Any]) -> str:
     """Return a JSON schema as a grammar holds it."""
-    # ::= marks EBNF, so it must not occur in a text of the schema
-    return "%json " + json.dumps(schema).replace("::=", "::\\u003d")
+    return "%json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema)
 
 
 class CallGrammar:
@@ -72,7 +75,7 @@ class CallGrammar:
 
     def or_response(self, schema: Any) -> str:
         """Return the grammar of calls or of a JSON value that follows a schema."""
-        return self._grammar(f"start: {self._tagged} | response\nresponse: {inline_json(schema)}")
+        return self._grammar(f"start: {self._tagged} | response\nresponse: {_inline(schema, _RESPONSE)}")
 
     # ------------------------------------------------------------ parts
 
@@ -81,10 +84,7 @@ class CallGrammar:
             f"f{i}: {self._literal(name + self._kind.middle)} a{i} {self._literal(self._kind.end)}"
             for i, name in enumerate(self._names)
         ]
-        arguments = [
-            f"a{i}: {inline_json({**schema, 'x-guidance': _WHITESPACE})}"
-            for i, schema in enumerate(self._schemas)
-        ]
+        arguments = [f"a{i}: {_inline(schema, _ARGUMENTS)}" for i, schema in enumerate(self._schemas)]
         call = "call: " + " | ".join(f"f{i}" for i in range(len(self._names)))
         return "\n".join(["%llguidance {}", *rules, call, *calls, *arguments, ""])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -74,16 +76,25 @@ def _trusted(pid: int) -> bool:
 # ---------------------------------------------------------------- rendering
 
 
-def chat_prompt(tokenizer_dir: Path, question: str) -> TemplatedPrompt:
-    """The question as a user's first message in the model's chat template, with the generation prompt.
-
-    Raises CheckpointError for a model without a template and for a template that fails.
-    """
+def find_template(tokenizer_dir: Path) -> ChatTemplate:
+    """Return the chat template of a tokenizer folder. Raises CheckpointError for a model without one."""
     template = ChatTemplate.find(tokenizer_dir)
     if template is None:
         raise CheckpointError(f"{tokenizer_dir} has no chat template; it is not a chat model's tokenizer")
+    return template
+
+
+def chat_prompt(
+    tokenizer_dir: Path, question: str, tools: Sequence[Mapping[str, Any]] | None = None, suffix: str = ""
+) -> TemplatedPrompt:
+    """The question as a user's first message in the model's chat template, with the generation prompt.
+
+    tools: the template's variable. suffix: text that the answer continues. Raises CheckpointError for a model
+    without a template and for a template that fails.
+    """
+    template = find_template(tokenizer_dir)
     try:
-        rendered = template.render([{"role": "user", "content": question}])
+        rendered = template.render([{"role": "user", "content": question}], tools=tools) + suffix
     except TemplateFault as fault:
         raise CheckpointError(f"{template.path} does not run: {fault}") from None
     return TemplatedPrompt(rendered, _without_second_bos(rendered, tokenizer_dir, template.bos_token))

@@ -28,6 +28,19 @@ def generate(
         Optional[Path],
         typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
     ] = None,
+    tools: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="JSON file with a list of tools, as OpenAI's API has them; with --chat's template."
+        ),
+    ] = None,
+    tool_choice: Annotated[
+        str, typer.Option(help="With --tools: auto, required, or the function that is to be called.")
+    ] = "auto",
+    schema: Annotated[Optional[Path], typer.Option(help="JSON schema that the answer follows.")] = None,
+    grammar: Annotated[
+        Optional[Path], typer.Option(help="Grammar that the answer follows, in Lark's notation or EBNF.")
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
     ] = 128,
@@ -54,7 +67,9 @@ def generate(
     Example:
       tridecode generate --prompt "The capital of France is" --temperature 0.7 --top-k 50
       tridecode generate --prompt "What is gravity?" --chat
+      tridecode generate --prompt "How deep is the harbour?" --tools tools.json --tool-choice required
     """
+    from tridecode.tools.client import forms
     from tridecode.tools.client import generate as client
 
     given = {
@@ -63,23 +78,35 @@ def generate(
         "stop_words": [_utf8("--stop", word) for word in stop or ()] or None,
         "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
         "lora_name": None if lora_name is None else _utf8("--lora-name", lora_name),
+        **forms.read_guide(schema, grammar),
     }
     text: str | client.TemplatedPrompt
     text = asked = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
     url = client.grpc_address(url)
-    if chat:
+    called: forms.ToolChat | None = None
+    if tools is not None:
+        if schema is not None or grammar is not None:
+            raise ConfigError("--tools and a form of the answer are both given; wanted one of them")
+        from tridecode.tools.client.chat import find_tokenizer_dir
+
+        called = forms.tool_chat(find_tokenizer_dir(tokenizer, url), asked, tools, tool_choice)
+        text = called.prompt
+        given.update(called.inputs, stop_words=[*called.stop, *(given["stop_words"] or ())] or None)
+    elif chat:
         from tridecode.tools.client.chat import chat_prompt, find_tokenizer_dir
 
         text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked)
     elif tokenizer is not None:
-        raise ConfigError("--tokenizer is for --chat: without it the prompt is sent unchanged")
+        raise ConfigError("--tokenizer is for --chat and --tools: without them the prompt is sent unchanged")
     sampling = client.complete_sampling(given)
     if given["seed"] is None and sampling["seed"] is not None:
         typer.secho(f"seed {sampling['seed']}", dim=True, err=True)
     if not stream:
-        typer.echo(client.infer_text(url, model, text, timeout_s=timeout_s, **sampling).text)
+        pieces = iter([client.infer_text(url, model, text, timeout_s=timeout_s, **sampling)])
+        typer.echo("".join(piece.text for piece in (called.shown(pieces) if called else pieces)))
         return
-    if not client.print_stream(client.stream_text(url, model, text, timeout_s=timeout_s, **sampling)):
+    pieces = client.stream_text(url, model, text, timeout_s=timeout_s, **sampling)
+    if not client.print_stream(called.shown(pieces) if called else pieces):
         raise typer.Exit(130)
 
 

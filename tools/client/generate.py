@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from tridecode.backend.base.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
+from tridecode.backend.service.structured_fields import GUIDE, GUIDE_TYPE
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.client.triton_stream import plain_reason, stream_results, tensor
@@ -41,12 +42,12 @@ def _numpy(dtype: str) -> Any:
     return triton_to_np_dtype("BYTES" if dtype == "STRING" else dtype)
 
 
+_OTHERS = ("end_id", "stop_words", "bad_words", "priority", "lora_name", GUIDE_TYPE, GUIDE)
 #: what a request may set: input of the text models -> its usual dtype (object: texts)
 SAMPLING = {
     field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs
-    if field.declared
-    and (field.param or field.name in ("end_id", "stop_words", "bad_words", "priority", "lora_name"))
+    if field.declared and (field.param or field.name in _OTHERS)
 }
 #: sampling parameter -> its input of the text models, where the names differ: length_penalty
 _INPUT_OF = {field.param: field.name for field in TENSORRT_LLM.params if field.param != field.name}

@@ -126,7 +126,7 @@ def test_tools_that_the_model_may_leave_are_constrained_where_they_are_strict(
         ({"tools": [STRICT]}, "lead: "),
         ({"tools": [STRICT], "tool_choice": "none"}, ""),
         ({"tools": [TOOL], "response_format": JSON_FORMAT}, "response: "),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 'response: %json {"type": "object"}'),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 'response: %json {"type": "object"'),
         ({"tools": [TOOL], "guided_regex": "x"}, "x"),
     ):
         response = front.post("/v1/chat/completions", {**body, **fields})
