@@ -14,6 +14,8 @@ import pytest
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.bench.front import run, setup
 from tridecode.tools.bench.front.run import FrontPlan, run_front
+from tridecode.tools.bench.front.served import run_served
+from tridecode.tools.bench.jobs import make_job
 
 _EVENTS = [b'data: {"a": 1}\n\n', b": waiting\n\n", b"data: x\n\ndata: y\n\n", b"data: [DONE]\n\n"]
 
@@ -97,6 +99,19 @@ def test_the_report_has_the_figures_of_each_phase(tmp_path, monkeypatch):
     assert medians["idle"]["streams"] == 20 and medians["requests"]["requests"] > 0
     assert medians["requests"]["statuses"].keys() == {"200"}
     assert report["settings"]["streams"] == [2] and report["environment"]["cores"]
+
+
+def test_streams_through_the_front_are_reported_beside_the_engine_alone(tmp_path):
+    job = make_job(
+        "toy", None, None, batches=(1, 2), repeats=1, prompt_tokens=8, output_tokens=4, device="cpu"
+    )
+    results = json.loads(run_served(job, tmp_path).read_text())["results"]
+    assert [row["streams"] for row in results["rows"]] == [1, 2]
+    for row in results["rows"]:
+        assert row["front_first_event_p99_ms"] >= row["front_first_event_p50_ms"] > 0
+        assert row["tokens_per_event"] >= 0.5
+    # each stream of 4 tokens was answered whole: the client counts [DONE] as an event too
+    assert all(run["requests"] == 2 and not run["failed"] for run in results["client"]["2 streams of 4"])
 
 
 def test_a_folder_without_the_package_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from tridecode.tools.bench.options import RESULTS, Output, numbers
+from tridecode.tools.bench.options import RESULTS, Output, Repeats, numbers
 
 
 def front(
@@ -20,9 +20,16 @@ def front(
             exists=True, file_okay=False, help="Folder with another tree's package tridecode, for turns."
         ),
     ] = None,
+    preset: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Compare streams through the front with an engine of this shape alone, random weights."
+        ),
+    ] = None,
+    repeats: Repeats = 3,
     output: Output = RESULTS,
 ) -> None:
-    """Measure the OpenAI front alone: a fake engine behind it, a client in C before it.
+    """Measure the OpenAI front: a fake engine (--preset: a real one) behind it, a client in C before it.
 
     Processor time of the front's workers for each chunk, token and request; rates, memory, and how soon the
     engine hears that a client has left. Needs a C compiler.
@@ -30,7 +37,14 @@ def front(
     \b
     Example:
       tridecode bench front --streams 64 --rounds 1
+      tridecode bench front --preset llama-3-8b
     """
+    if preset is not None:
+        from tridecode.tools.bench.front.served import run_served
+        from tridecode.tools.bench.jobs import make_job
+
+        run_served(make_job(preset, None, None, batches=numbers(streams), repeats=repeats), output)
+        return
     from tridecode.tools.bench.front.run import FrontPlan, run_front
 
     run_front(FrontPlan(numbers(streams), idle, workers, seconds, rounds, beside), output)

@@ -65,10 +65,25 @@ def environment_of(tree: Path | None) -> dict[str, str]:
 
 
 class Front:
-    """`tridecode front` with its workers. tree: a folder with the package tridecode; None: this one."""
+    """`tridecode front` with its workers.
 
-    def __init__(self, repository: Path, folder: Path, control: str, workers: int, tree: Path | None):
-        environment = {**environment_of(tree), "TRIDECODE_CONTROL_ENDPOINT": control}
+    control: endpoint of a supervisor; "": the front starts the repository's engine. tree: a folder with the
+    package tridecode; None: this one. ready_s: seconds within which /health must answer 200.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        folder: Path,
+        control: str,
+        workers: int,
+        tree: Path | None,
+        ready_s: float = _START_S,
+    ):
+        environment = environment_of(tree)
+        if control:
+            environment["TRIDECODE_CONTROL_ENDPOINT"] = control
+        environment.setdefault("TRIDECODE_ENGINE_PYTHON", sys.executable)
         environment["TRIDECODE_REQUEST_LOG"] = "off"
         self._log = folder / "front.log"
         with self._log.open("wb") as log:
@@ -80,11 +95,11 @@ class Front:
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self._workers = workers
-        self.port = self._wait_ready()
+        self.port = self._wait_ready(ready_s)
         self.pids = self._find_workers()
 
-    def _wait_ready(self) -> int:
-        deadline = time.monotonic() + _START_S
+    def _wait_ready(self, ready_s: float) -> int:
+        deadline = time.monotonic() + ready_s
         while time.monotonic() < deadline and self._process.poll() is None:
             found = re.search(r"port (\d+), with", self._log.read_text(errors="replace"))
             if found:
