@@ -255,6 +255,15 @@ BAD_TOOLS: dict[str, tuple[Any, Any, Any]] = {
     'tool_choice.function.name is "x"; wanted one of tools: depth, tide-table': (
         TOOLS, {"type": "function", "function": {"name": "x"}}, None),
     'tool_choice.type is "custom"; wanted function or allowed_tools': (TOOLS, {"type": "custom"}, None),
+    'tool_choice.allowed_tools is null; wanted a JSON object with mode and tools': (
+        TOOLS, {"type": "allowed_tools"}, None),
+    'tool_choice.allowed_tools.mode is "none"; wanted auto or required': (
+        TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "none"}}, None),
+    r"tool_choice.allowed_tools.tools is \[\]; wanted a list": (
+        TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, None),
+    r'tool_choice.allowed_tools.tools\[0\].function.name is "x"; wanted one of tools: depth, tide-table': (
+        TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": "x"}}]}}, None),
     'tool_choice is "required" and there are no tools': (None, "required", None),
     "parallel_tool_calls is 3; wanted true or false": (TOOLS, None, 3),
 }  # fmt: skip
@@ -277,6 +286,10 @@ def test_choices() -> None:
     assert required is not None and (required.choice, required.parallel) == ("required", False)
     named = read_tools(TOOLS, {"type": "function", "function": {"name": "depth"}}, True)
     assert named is not None and (named.choice, named.names, named.parallel) == ("named", {"depth"}, False)
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "tide-table"}}]}
+    some = read_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
+    assert some is not None
+    assert (some.choice, some.names, len(some.schemas)) == ("required", {"tide-table"}, len(TOOLS))
     strict = [{"type": "function", "function": FUNCTION | {"strict": True}}]
     found = read_tools(strict, None, None)
     assert found is not None and found.strict == {"depth"} and found.schemas == [TOOLS[0]]

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tests.reliability.front.form_cases import CHATS, TEXTS
+
 Body = dict[str, Any]
 Place = tuple[Any, ...]  # keys and indices of a value in a body
 
@@ -135,7 +137,7 @@ def _places(document: Body, schema: Body, place: Place) -> Iterator[Place]:
     for name, inner in schema.get("properties", {}).items():
         yield (*place, name)
         yield from _places(document, inner, (*place, name))
-    for inner in schema.get("anyOf", ()):
+    for inner in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         yield from _places(document, inner, place)
     if isinstance(items := schema.get("items"), dict) and ("$ref" in items or "anyOf" in items):
         yield from _places(document, items, (*place, 0))
@@ -159,8 +161,9 @@ def put(body: Body, place: Place, value: Any) -> Body:
 
 
 def cases_of(document: Body, route: str) -> Iterator[Case]:
-    """Every value in every field of a route, and bodies that are wrong as a whole."""
+    """Every value in every field of a route, bodies that are wrong as a whole, and hostile grammars."""
     yield from _whole_bodies(route)
+    yield from form_cases(route)
     for place in places_of(document, route):
         for what, value in VALUES.items():
             yield Case(route, place, what, json.dumps(put(GOOD[route], place, value)).encode())
@@ -202,6 +205,15 @@ def _whole_bodies(route: str) -> Iterator[Case]:
         "10^6 zeros": b'{"x": [' + b"0," * 1_000_000 + b"0]}",
     }.items():
         yield Case(route, (), what, body)
+
+
+def form_cases(route: str) -> Iterator[Case]:
+    """Hostile schemas, grammars and tools, for the routes that take them."""
+    if route not in ("/v1/completions", "/v1/chat/completions"):
+        return
+    forms = {**TEXTS, **(CHATS if "chat" in route else {})}
+    for what, fields in forms.items():
+        yield Case(route, (next(iter(fields)),), what, json.dumps({**GOOD[route], **fields}).encode())
 
 
 def mixed_cases(document: Body, route: str, count: int, seed: int) -> Iterator[Case]:

@@ -28,7 +28,7 @@ import psutil
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.backend.front.fronts import Front, repository
+from tests.backend.front.fronts import TEMPLATE, Front, repository
 from tests.checkpoints import TINY_VOCAB, tiny_llama
 from tests.fake_engine import FakeSupervisor
 from tests.real_engine import RealEngine
@@ -270,6 +270,10 @@ class Running:
         return f"{work}{now.files} open files; before: {before.files}"
 
 
+#: shows tools in one word, because the engine takes 128 tokens; calls are Hermes' (<tool_call>)
+_TEMPLATE = TEMPLATE + "{% if tools %}tools{% endif %}{# <tool_call> #}"
+
+
 @contextlib.contextmanager
 def running(folder: Path, *options: str) -> Iterator[Running]:
     """A service with its engine. options: of the front."""
@@ -281,7 +285,7 @@ def running(folder: Path, *options: str) -> Iterator[Running]:
         supervisor = stack.enter_context(FakeSupervisor(engine))  # type: ignore[arg-type]
         environment = {"TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint, "TRIDECODE_REQUEST_LOG": "off"}
         folder.mkdir(exist_ok=True)
-        made = repository(folder / "repo", lora_path="loras")
+        made = repository(folder / "repo", _TEMPLATE, lora_path="loras")
         (made / "fastertransformer" / "loras").mkdir()
         front = stack.enter_context(Front(made, folder / "front.log", *options, **environment))
         yield Running(front, engine)

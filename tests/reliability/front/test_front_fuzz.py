@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.reliability.front.calls import Reply
-from tests.reliability.front.cases import GOOD, VALUES, Case, cases_of, mixed_cases, places_of
+from tests.reliability.front.cases import GOOD, VALUES, Case, cases_of, form_cases, mixed_cases, places_of
 from tests.reliability.front.fuzz import Outcome, Running, judge, report, running
 from tests.reliability.front.hostile import LIMIT_S, TEMPLATE, Hostile, raise_file_limit
 from tests.reliability.front.http_cases import http_cases
@@ -69,6 +69,14 @@ def test_every_body_ends_in_one_clean_error_or_one_whole_answer(fuzzed: Running)
     assert not fuzzed.settle(before)
     assert fuzzed.usage().memory - before.memory < BYTES
     assert report(outcomes).startswith(f"{len(outcomes):,} requests: ")
+
+
+def test_hostile_schemas_grammars_and_tools_end_in_one_clean_error_or_one_whole_answer(
+    fuzzed: Running,
+) -> None:
+    before = fuzzed.usage()
+    check(fuzzed, fuzzed.fuzz.run([case for route in GOOD for case in form_cases(route)]))
+    assert not fuzzed.settle(before)
 
 
 def test_broken_http_ends_in_one_clean_error(fuzzed: Running) -> None:
