@@ -145,6 +145,12 @@ ALLOWED = {
         "backend.wire",
         "kernels",
     },
+    "backend.engine.grammars": {
+        "backend.engine.grammars",
+        "backend.base",
+        "backend.text",
+        "backend.wire.structured_output",
+    },
 }
 
 #: modules that must not import torch or transformers, directly or through another module of ours
@@ -166,6 +172,7 @@ TORCH_FREE = (
     "backend.engine.adapters.table",
     "backend.engine.cache.cache_manager",
     "backend.engine.cache.block_index",
+    "backend.engine.grammars",
     "backend.engine.schedule",
     "backend.engine.step.plan",
     "backend.engine.parts",

@@ -125,6 +125,11 @@ class EngineConfig:
     max_stop_word_tokens: int = setting(1024, "token ids in all stop words of a sequence", _SOME)
     max_logits_bytes: int = setting(256 << 20, "bytes of the logits that one request returns", _SOME)
     max_grammar_bytes: int = setting(256 << 10, "bytes of the schema or grammar that an answer obeys", _SOME)
+    mask_cpu_ms: float = setting(
+        20.0,
+        "CPU time for the mask of one token of an answer that obeys a grammar; milliseconds",
+        Accepted("more than 0 milliseconds", lambda value: value > 0),
+    )
     request_timeout_s: float = setting(600.0, "deadline of a request that sets none, in seconds", _SECONDS)
     step_timeout_s: float = setting(60.0, "a step that takes longer counts as hung; seconds", _SECONDS)
     start_timeout_s: float = setting(

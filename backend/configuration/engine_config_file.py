@@ -7,9 +7,11 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
 
 FILE = "config.pbtxt"
+#: the usual name of the engine's model
+ENGINE_MODEL = "fastertransformer"
 
 
 def read_engine_parameters(engine_dir: str) -> dict[str, str]:
@@ -49,6 +51,28 @@ def checkpoint_dir(engine_dir: str) -> str:
             f"name one of them in the parameter model_checkpoint_path of {path}"
         )
     return str(others[0])
+
+
+def text_models(engine_dir: Path) -> list[dict[str, str]]:
+    """Return the parameters of the models of an engine's repository that name a tokenizer, those that decode
+    text first. Models whose config.pbtxt cannot be read are left out.
+    """
+    found = []
+    for file in sorted(engine_dir.parent.glob(f"*/{FILE}")):
+        try:
+            parameters = read_engine_parameters(str(file.parent))
+        except TridecodeError:
+            continue
+        engine = parameters.get("engine_model", "").strip() or ENGINE_MODEL
+        if parameters.get("tokenizer_dir") and engine == engine_dir.name:
+            found.append(parameters)
+    return sorted(found, key=lambda one: "stop_ids" not in one)
+
+
+def tokenizer_dir(engine_dir: Path) -> Path | None:
+    """Return the folder of the tokenizer of an engine's repository; None: no model names one."""
+    found = text_models(engine_dir)
+    return engine_dir.parent / found[0]["tokenizer_dir"] if found else None
 
 
 def _read(path: Path) -> model_config_pb2.ModelConfig:

@@ -25,7 +25,11 @@ from tridecode.backend.base.errors import (
     WeightFileError,
 )
 from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
-from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.configuration.engine_config_file import (
+    checkpoint_dir,
+    read_engine_parameters,
+    tokenizer_dir,
+)
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
@@ -35,7 +39,7 @@ from tridecode.backend.engine.loop import DecodeLoop, follow
 from tridecode.backend.engine.ranks.agreement import AgreementError, PeerLost, StepDigest, facts_of
 from tridecode.backend.engine.ranks.join_meeting import join, set_gpu
 from tridecode.backend.engine.ranks.parallel import Joining, ProcessRanks, Ranks, SingleRank
-from tridecode.backend.engine.scheduler_factory import GRAMMAR_FAULT, make_scheduler
+from tridecode.backend.engine.scheduler_factory import make_scheduler
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.wire import messages as m
@@ -128,8 +132,8 @@ class _Progress:
             self._link.progress(f"loading weights: {name}{share}")
 
 
-def door_limits(engine: Engine) -> m.Limits:
-    """Return the model's limits that doors check."""
+def door_limits(engine: Engine, grammar_fault: str = "") -> m.Limits:
+    """Return the model's limits that doors check. grammar_fault: see Limits."""
     model, config = engine.model_config, engine.config
     assert config.max_sequence_tokens is not None
     return m.Limits(
@@ -141,7 +145,7 @@ def door_limits(engine: Engine) -> m.Limits:
         max_stop_word_tokens=config.max_stop_word_tokens,
         max_logits_bytes=config.max_logits_bytes,
         max_grammar_bytes=config.max_grammar_bytes,
-        grammar_fault=GRAMMAR_FAULT,
+        grammar_fault=grammar_fault,
         start_id=model.start_id,
         end_id=model.end_id,
         more_end_ids=list(model.more_end_ids),
@@ -170,11 +174,11 @@ def _give_up(link: RankLink, error: BaseException) -> None:
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Run rank 0 (doors, scheduler and loop) until the supervisor sends Stop."""
-    scheduler = make_scheduler(engine)
+    scheduler = make_scheduler(engine, tokenizer_dir(Path(arguments.engine_dir)))
     doors = DoorSocket(
         arguments.endpoint,
         arguments.epoch,
-        door_limits(engine),
+        door_limits(engine, scheduler.grammars.fault),
         link.beat,
         lambda reason: _give_up(link, TridecodeError(reason)),
         scheduler.prompt_hasher,
@@ -189,6 +193,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         loop.run()
     finally:
         doors.close()
+    scheduler.grammars.close()
     engine.ranks.broadcast_plan(None)
     engine.close()
 

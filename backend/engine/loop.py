@@ -59,6 +59,7 @@ class DecodeLoop:
         self._checked = 0.0  # the device
         self._session_blocks, self._sessions_at = 0, 0.0
         self.background = [run.begin() for run in engine.background]
+        scheduler.grammars.on_ready = doors.wake
         scheduler.on_end += [work.offer for work in self.background]
 
     def stop(self) -> None:

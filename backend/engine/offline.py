@@ -37,6 +37,7 @@ from tridecode.backend.wire.messages import (
     TopLogProbs,
 )
 from tridecode.backend.wire.prompt_learning import LearnedPrompt
+from tridecode.backend.wire.structured_output import StructuredOutput
 
 _DOOR = b"offline"
 
@@ -106,9 +107,9 @@ class OfflineEngine:
     other generations have received their events.
     """
 
-    def __init__(self, engine: Engine, keep_logits: bool = False):
+    def __init__(self, engine: Engine, keep_logits: bool = False, tokenizer_dir: Path | None = None):
         self.engine = engine
-        self.scheduler = make_scheduler(engine)
+        self.scheduler = make_scheduler(engine, tokenizer_dir)
         self.generations: list[Generation] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()
         if keep_logits:
@@ -116,9 +117,14 @@ class OfflineEngine:
 
     @classmethod
     def load(
-        cls, directory: str | Path, config: EngineConfig | None = None, keep_logits: bool = False
+        cls,
+        directory: str | Path,
+        config: EngineConfig | None = None,
+        keep_logits: bool = False,
+        tokenizer_dir: Path | None = None,
     ) -> OfflineEngine:
         """Load a weight directory. config: as in config.pbtxt; default: fp32, on a GPU if there is one.
+        tokenizer_dir: folder of the tokenizer, for requests with a structured output.
 
         Requests have no deadline, whatever config says, because most of a large batch wait long.
         """
@@ -128,7 +134,7 @@ class OfflineEngine:
         config = replace(config or EngineConfig(), request_timeout_s=math.inf, **without)
         device = choose_device(config)
         engine = load_engine(Path(directory), model, resolve(config, model, device), SingleRank(), device)
-        return cls(engine, keep_logits)
+        return cls(engine, keep_logits, tokenizer_dir)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -146,15 +152,19 @@ class OfflineEngine:
         lora_name: str = "",
         learned: LearnedPrompt | None = None,
         session: SessionRound | None = None,
+        structured_output: StructuredOutput | None = None,
     ) -> int:
         """Submit a request and return its index in `generations`.
 
         lora_name: name of its adapter. learned: the table of its virtual tokens. session: the round, if it
         belongs to a session.
+        structured_output: what the answer obeys.
         """
         number = len(self.generations)
         self.generations.append(Generation())
-        request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params, lora_name, learned)
+        request = SequenceRequest(
+            np.asarray(prompt, np.int32).tobytes(), params, lora_name, learned, structured_output
+        )
         self.scheduler.submit(_DOOR, Submit(number, [request], session=session))
         return number
 

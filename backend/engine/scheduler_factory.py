@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.table import Adapters, Loader, NoLoader
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import spread_tokens
+from tridecode.backend.engine.grammars.loading import load_grammars
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.kernels.operands import Heads
-
-#: why no answer can obey a grammar; "": it can
-GRAMMAR_FAULT = "this version does not implement it"
 
 
 def limits_of(engine: Engine) -> SchedulerLimits:
@@ -41,15 +40,19 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         spread_tokens=spread_tokens(engine.model_config, config, engine.device),
         cache_scope=config.cache_scope if config.prefix_cache else "none",
         max_grammar_bytes=config.max_grammar_bytes,
-        grammar_fault=GRAMMAR_FAULT,
     )
 
 
-def make_scheduler(engine: Engine) -> Scheduler:
-    """Return a scheduler for rank 0 of an engine."""
+def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Scheduler:
+    """Return a scheduler for rank 0 of an engine.
+
+    tokenizer_dir: folder of the model's tokenizer, which grammars need; None: requests with one are refused.
+    """
     model, config, state = engine.model_config, engine.config, engine.state
     prompts = PromptBook(state.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
-    return Scheduler(limits_of(engine), time.monotonic, Adapters(_adapter_loader(engine)), prompts)
+    ends = [model.end_id, *model.more_end_ids]
+    grammars = load_grammars(tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms)
+    return Scheduler(limits_of(engine), time.monotonic, Adapters(_adapter_loader(engine)), prompts, grammars)
 
 
 def _adapter_loader(engine: Engine) -> Loader:

@@ -35,8 +35,8 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     rows["masked"] = [start.masked for start in starts]
     rows["generated"] = [start.generated for start in starts]
     rows["history_length"] = [len(start.history) for start in starts]
-    slots = _on_device(torch.tensor([start.slot for start in starts]), device)
-    state.slots[slots] = _on_device(words(rows), device)
+    slots = on_device(torch.tensor([start.slot for start in starts]), device)
+    state.slots[slots] = on_device(words(rows), device)
     state.started[[start.slot for start in starts]] = rows
     for start in starts:
         params, slot = start.params, start.slot
@@ -44,7 +44,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
             first = 0 if params.count_prompt else len(start.history) - start.generated
             columns = state.counts.shape[1]
             known = start.history[first:].astype(np.int64) - first_id
-            ids = _on_device(torch.from_numpy(known[(known >= 0) & (known < columns)]), device)
+            ids = on_device(torch.from_numpy(known[(known >= 0) & (known < columns)]), device)
             counts = torch.bincount(ids, minlength=columns)
             state.counts[slot] = counts.clamp(max=MOST_COUNTED).to(torch.int16)
         if params.bad_words:
@@ -60,7 +60,7 @@ def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Seque
     A copied sequence draws the same tokens as the original: a fork that should differ needs its own seed. No
     destination occurs twice.
     """
-    both = _on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
+    both = on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
     for tensor in state.tensors():
         tensor[both[1]] = tensor[both[0]]
     state.started[list(destinations)] = state.started[list(sources)]
@@ -75,7 +75,7 @@ def beam_slots(state: SamplingState, beams: BeamRows, first_id: int = 0) -> tupl
     device = state.slots.device
 
     def whole(values: np.ndarray) -> torch.Tensor:
-        return _on_device(torch.from_numpy(values.astype(np.int64)), device)
+        return on_device(torch.from_numpy(values.astype(np.int64)), device)
 
     def rows(slots: np.ndarray) -> SlotRows:
         return SlotRows(state, whole(slots), state.started[slots], first_id)
@@ -88,9 +88,9 @@ def beam_slots(state: SamplingState, beams: BeamRows, first_id: int = 0) -> tupl
 
 def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:
     """Copy int32 values to the beginning of a tensor."""
-    to[: len(values)] = _on_device(torch.tensor(np.asarray(values), dtype=torch.int32), to.device)
+    to[: len(values)] = on_device(torch.tensor(np.asarray(values), dtype=torch.int32), to.device)
 
 
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on the device, made without waiting for the device."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

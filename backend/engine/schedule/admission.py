@@ -8,8 +8,9 @@ from typing import Any, Callable, Generic, TypeVar
 
 import numpy as np
 
-from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.base.errors import CapacityError, RequestError, UnsupportedError
 from tridecode.backend.wire import sampling_params, structured_output
+from tridecode.backend.wire.messages import SequenceRequest
 from tridecode.backend.wire.sampling_params import MAX_TOP_LOG_PROBS, SamplingParams
 
 Item = TypeVar("Item")
@@ -23,8 +24,7 @@ class SchedulerLimits:
     model cannot run with a ring (sessions.py); "" if it can. micro_batches: plans in flight over which the
     decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
     1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
-    queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py. grammar_fault:
-    why no answer can obey a grammar; "": it can.
+    queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py.
     """
 
     num_blocks: int
@@ -45,7 +45,6 @@ class SchedulerLimits:
     spread_tokens: int = 0
     cache_scope: str = "all"
     max_grammar_bytes: int = structured_output.MAX_GRAMMAR_BYTES
-    grammar_fault: str = ""
 
 
 @dataclass
@@ -142,6 +141,21 @@ def fault_of(
         if any(not 0 <= token < limits.vocab_size for word in words for token in word):
             return f"a {name} word has a token id outside 0 to {limits.vocab_size - 1}"
     return None
+
+
+def check_structured(wanted: SequenceRequest, max_bytes: int, fault: str) -> None:
+    """Raise RequestError or UnsupportedError if the answers to a prompt cannot obey its structured output.
+
+    max_bytes, fault: see structured_output.check.
+    """
+    output, params = wanted.structured_output, wanted.params
+    if output is None:
+        return
+    structured_output.check(output, max_bytes, fault)
+    if params.beam_width > 1:
+        raise UnsupportedError(
+            f"structured_output is {output.kind} and beam_width is {params.beam_width}; wanted one of them"
+        )
 
 
 class LazyHeap(Generic[Item]):

@@ -21,7 +21,7 @@ class _Batch:
     slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
     rotary table. rings: (B,) int32, see CacheManager; None if none has one. adapters, top_log_probs: as in
     Rows. query_starts, samples: as in StepPlan, one token a row. steps_left: until the last token of one of
-    them is in flight.
+    them is in flight. masked: those with a constraint.
     """
 
     slots: np.ndarray
@@ -33,6 +33,7 @@ class _Batch:
     query_starts: np.ndarray
     samples: np.ndarray
     steps_left: int
+    masked: list[Sequence]
 
 
 class DecodePlanner:
@@ -69,7 +70,8 @@ class DecodePlanner:
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence whose known tokens are all planned; beams then belong to BeamPlanner."""
         length = self._cache.lengths.item(sequence.slot)
-        if length >= self._last_lengths[sequence.slot] or self._waits:
+        waits = self._waits or sequence.constraint is not None
+        if length >= self._last_lengths[sequence.slot] or waits:
             self._await(sequence, length)
         else:
             sequence.stage = Stage.DECODE
@@ -92,7 +94,8 @@ class DecodePlanner:
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Continue to decode the sequences whose tokens in flight are known, the longest waiting first."""
-        known = [one for one in sequences if one.stage is Stage.AWAITED and not one.in_flight]
+        awaited = [one for one in sequences if one.stage is Stage.AWAITED]
+        known = [one for one in awaited if not one.in_flight and one.may_continue]
         for sequence in known:
             sequence.stage = Stage.DECODE
             del self._awaited[sequence]
@@ -171,6 +174,7 @@ class DecodePlanner:
             batch.adapters,
             batch.top_log_probs,
             starts=starts,
+            masked=batch.masked,
         )
 
     def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
@@ -206,6 +210,7 @@ class DecodePlanner:
             np.arange(len(sequences) + 1, dtype=np.int32),
             np.ones(len(sequences), np.int32),
             int(left),
+            [one for one in sequences if one.constraint is not None],
         )
 
     def _start_forks(
@@ -223,7 +228,8 @@ class DecodePlanner:
     def _advance(self, sequences: list[Sequence], batch: _Batch) -> None:
         """Count one more token in flight for each row.
 
-        One whose last token is in flight is not planned again; with micro-batches none is until `resume`."""
+        One whose last token is in flight is not planned again; one with a constraint, or any of them with
+        micro-batches, waits for `resume`."""
         batch.positions = batch.positions + 1
         batch.steps_left -= 1
         self._cache.lengths[batch.slots] = batch.positions
@@ -237,6 +243,11 @@ class DecodePlanner:
         if batch.steps_left == 0:
             for i in np.flatnonzero(batch.positions >= self._last_lengths[batch.slots]).tolist():
                 self._drain(self.decoding[i])
+            self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
+        if batch.masked:
+            for sequence in batch.masked:
+                if sequence.stage is Stage.DECODE:
+                    self._await(sequence, self._cache.lengths.item(sequence.slot))
             self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
 
     def _draft_rows(
@@ -260,6 +271,7 @@ class DecodePlanner:
             batch.top_log_probs,
             drafted.queries,
             starts,
+            batch.masked,
         )
 
     def _advance_drafted(self, sequences: list[Sequence]) -> None:
@@ -270,7 +282,8 @@ class DecodePlanner:
         rest, goes_on = self.decoding[len(sequences) :], []
         for sequence in sequences:
             length = self._cache.lengths.item(sequence.slot)
-            if self._waits or length >= self._last_lengths[sequence.slot]:
+            waits = self._waits or sequence.constraint is not None
+            if waits or length >= self._last_lengths[sequence.slot]:
                 self._await(sequence, length)
             else:
                 goes_on.append(sequence)

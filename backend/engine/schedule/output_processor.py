@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError, TridecodeError
+from tridecode.backend.engine.grammars.service import Grammars
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.schedule.admission import Counters
 from tridecode.backend.engine.schedule.planner import Planner
@@ -23,8 +24,16 @@ from tridecode.backend.engine.step.plan import NO_TOKEN, Commit, Handler, StepPa
 class OutputProcessor:
     """Commits and abandons steps. Rows of sequences that ended in the meantime are dropped."""
 
-    def __init__(self, requests: RequestTable, planner: Planner, counters: Counters, micro_batches: int):
+    def __init__(
+        self,
+        requests: RequestTable,
+        planner: Planner,
+        counters: Counters,
+        micro_batches: int,
+        grammars: Grammars,
+    ):
         self._requests, self._planner, self._counters = requests, planner, counters
+        self._grammars = grammars
         self._micro_batches = micro_batches
         self._handlers: dict[type[StepPart], Handler] = {BeamRows: self._take_candidates}
 
@@ -100,6 +109,8 @@ class OutputProcessor:
                 requests.end(sequence, finish, None, [token], wanted)
             else:
                 requests.emit(sequence, [token], wanted)
+                if sequence.constraint is not None:
+                    self._grammars.advance(sequence, token)
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
@@ -141,6 +152,8 @@ class OutputProcessor:
             self._requests.end(sequence, finish, None, tokens[:count], log_probs[:count])
         else:
             self._requests.emit(sequence, tokens, log_probs)
+            if sequence.constraint is not None:  # its rows have no drafts
+                self._grammars.advance(sequence, tokens[0])
 
     # ------------------------------------------------------------ beams
 

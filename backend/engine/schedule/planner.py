@@ -94,6 +94,11 @@ class Planner:
         """Continue to decode the sequences whose tokens in flight are known, the longest waiting first."""
         self._decode.resume(sequences)
 
+    @property
+    def has_other_rows(self) -> bool:
+        """Return whether a step can be planned without the sequences that wait for a mask."""
+        return bool(self._decode.decoding or self._prefill.prefilling or len(self.waiting))
+
     def settle(self, plan: StepPlan, row: int, accepted: int) -> None:
         """Note that decode row `row` of a plan that verifies keeps its first `accepted` tokens."""
         planned = plan.samples.item(row)
@@ -164,7 +169,11 @@ class Planner:
         """Return the tokens that a step's decode rows may have beyond one each."""
         limits, rows = self.limits, len(decodes) + len(beams)
         others = [chunk.sequence for chunk in chunks] + decodes
-        if beams or limits.long_prompt_tokens or any(one.params.top_log_probs >= 0 for one in others):
+        if (
+            beams
+            or limits.long_prompt_tokens
+            or any(one.params.top_log_probs >= 0 or one.constraint is not None for one in others)
+        ):
             return 0
         tokens = rows + sum(chunk.num_tokens for chunk in chunks)
         return min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)

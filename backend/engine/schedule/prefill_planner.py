@@ -110,6 +110,7 @@ class PrefillPlanner:
             samples,
             adapters,
             top_log_probs,
+            masked=[one for one, count in zip(sequences, samples) if count and one.constraint is not None],
         )
 
     def _holds_back(self) -> bool:
@@ -150,7 +151,7 @@ class PrefillPlanner:
     def _attempt(self, sequence: Sequence, warm: bool) -> Admission:
         """Give a sequence a slot and blocks if possible. warm: see WaitingQueue.admit."""
         # a preempted sequence waits for its tokens in flight: they are part of what is computed again
-        if sequence.in_flight or not self._prompts.fits(sequence.group):
+        if sequence.in_flight or not sequence.may_continue or not self._prompts.fits(sequence.group):
             return Admission.NO_SLOT
         group, shift = sequence.group, self._shift(sequence)
         if group.search is not None:

@@ -41,6 +41,7 @@ class RequestTable:
         self.num_groups = self.num_sequences = self.num_extra_outputs = 0
         self._deadlines: LazyHeap[SequenceGroup] = LazyHeap(lambda group: bool(group.sequences))
         self._events: list[tuple[bytes, Event]] = []
+        self.on_remove: Callable[[SequenceGroup], None] = lambda group: None  # for each group that ends
         #: callbacks for each sequence that ends, and the first of each beam search; None: the search is over
         self.on_end: list[Callable[[Sequence, Finish | None], None]] = []
 
@@ -185,6 +186,7 @@ class RequestTable:
         """Remove a group without sequences, and its request with the last of its groups."""
         self.num_groups -= 1
         self._adapters.release(group)
+        self.on_remove(group)
         self._prompts.release(group)
         key = (group.door, group.request)
         self._groups[key].remove(group)

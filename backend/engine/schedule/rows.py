@@ -17,7 +17,7 @@ class Rows:
 
     sequences: of each row. adapters: (B,) the number of its adapter, -1 for none. top_log_probs: (B,) how
     many of the most likely tokens it returns, -1 for none. starts: forks among the rows whose sampling state
-    this step starts.
+    this step starts. masked: the sequences whose next token, sampled in this step, has a mask.
     """
 
     sequences: list[Sequence]
@@ -32,6 +32,7 @@ class Rows:
     top_log_probs: np.ndarray  # (B,)
     queries: int = 0
     starts: list[SlotStart] = field(default_factory=list)
+    masked: list[Sequence] = field(default_factory=list)
 
 
 _JOINED = (
@@ -52,6 +53,7 @@ def join(kinds: list[Rows]) -> Rows:
         query_starts=np.concatenate(query_starts).astype(np.int32, copy=False),
         queries=max(rows.queries for rows in kinds),
         starts=[start for rows in kinds for start in rows.starts],
+        masked=[sequence for rows in kinds for sequence in rows.masked],
         **{name: np.concatenate([getattr(rows, name) for rows in kinds]) for name in _JOINED},
     )
 
@@ -59,7 +61,8 @@ def join(kinds: list[Rows]) -> Rows:
 def slot_start(sequence: Sequence) -> SlotStart:
     """Return the sampling state with which a sequence takes its slot."""
     history = vocabulary_tokens(sequence)
-    return SlotStart(sequence.slot, sequence.params, history, len(sequence.output), sequence.top_p)
+    masked = sequence.constraint is not None
+    return SlotStart(sequence.slot, sequence.params, history, len(sequence.output), sequence.top_p, masked)
 
 
 def adapters_of(sequences: list[Sequence]) -> np.ndarray:

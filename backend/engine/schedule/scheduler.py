@@ -20,6 +20,7 @@ from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.cache.prompt_keys import PromptHasher, PromptKeys
 from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
+from tridecode.backend.engine.grammars.service import Grammars, Start
 from tridecode.backend.engine.parts.adapters import drop_adapters
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
 from tridecode.backend.engine.schedule import resumption
@@ -27,6 +28,7 @@ from tridecode.backend.engine.schedule.admission import (
     Counters,
     SchedulerLimits,
     check_room,
+    check_structured,
     fault_of,
 )
 from tridecode.backend.engine.schedule.output_processor import OutputProcessor
@@ -36,6 +38,7 @@ from tridecode.backend.engine.schedule.sequence import (
     Finish,
     Sequence,
     SequenceGroup,
+    Stage,
     add_samples,
 )
 from tridecode.backend.engine.schedule.sequence_outputs import (
@@ -45,8 +48,10 @@ from tridecode.backend.engine.schedule.sequence_outputs import (
     needs_prompt,
 )
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
-from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.messages import Event, Sent, SequenceRequest, Submit
+
+#: how long a step is held back for masks that threads compute: while other rows could run, and else
+MASK_WAIT_S, IDLE_MASK_WAIT_S = 0.001, 0.005
 
 
 class Scheduler:
@@ -58,11 +63,13 @@ class Scheduler:
         clock: Callable[[], float],
         adapters: Adapters | None = None,
         prompts: PromptBook | None = None,
+        grammars: Grammars | None = None,
     ):
         assert limits.max_step_tokens >= limits.max_sequences
         self.limits, self.clock = limits, clock
         self.counters = Counters()
         self.adapters = Adapters() if adapters is None else adapters
+        self.grammars = Grammars() if grammars is None else grammars
         self.cache = CacheManager(limits)
         self.prompt_hasher = PromptHasher(
             self.cache.index.hasher, limits.block_tokens, limits.cache_scope, limits.max_sequence_tokens
@@ -74,8 +81,11 @@ class Scheduler:
         self.requests = RequestTable(
             self.planner, self.cache, self.sessions, self.adapters, self.prompts, self._logits
         )
+        self.requests.on_remove = self.grammars.release
         self.on_end = self.requests.on_end
-        self._outputs = OutputProcessor(self.requests, self.planner, self.counters, limits.micro_batches)
+        self._outputs = OutputProcessor(
+            self.requests, self.planner, self.counters, limits.micro_batches, self.grammars
+        )
         self._arrivals = 0
 
     @property
@@ -96,9 +106,12 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether `plan` may have something to do: false while all that is open waits for adapters."""
-        adapters = self.adapters
-        return self.has_work and (self.requests.num_groups > adapters.num_waiting or adapters.has_news)
+        """Whether `plan` may have something to do: false while all that is open waits for adapters or
+        grammars."""
+        adapters, grammars = self.adapters, self.grammars
+        if adapters.has_news or grammars.has_news:
+            return self.has_work
+        return self.requests.num_groups > adapters.num_waiting + grammars.num_waiting
 
     def submit(self, door: bytes, submit: Submit, keys: Items[PromptKeys | None] | None = None) -> None:
         """Accept a request whole, or raise RequestError or CapacityError and keep nothing of it.
@@ -135,9 +148,7 @@ class Scheduler:
             if wanted.lora_name:
                 self.adapters.check(wanted.lora_name)
             if wanted.structured_output is not None:
-                structured_output.check(
-                    wanted.structured_output, self.limits.max_grammar_bytes, self.limits.grammar_fault
-                )
+                check_structured(wanted, self.limits.max_grammar_bytes, self.grammars.fault)
         if submit.sent:
             resumption.check(submit, self.limits.vocab_size)
         table_bytes = sum(len(s.learned.values) for s in submit.sequences if s.learned is not None)
@@ -186,9 +197,17 @@ class Scheduler:
         if params.max_tokens == 0 and not needs_prompt(params):
             self.requests.end_group(group, Finish.LENGTH)
         else:
-            if not wanted.lora_name or self.adapters.want(group):
-                self.planner.wait(group.sequences[0])
+            if wanted.structured_output is not None:
+                starts = [Start(one, one.params.end_ids, one.output.copy()) for one in group.sequences]
+                self.grammars.want(group, wanted.structured_output, starts)
+            else:
+                self._queue(group)
             self.requests.watch_deadline(group)
+
+    def _queue(self, group: SequenceGroup) -> None:
+        """Queue a group whose grammar, if any, is compiled: at once, or when its adapter is loaded."""
+        if not group.lora_name or self.adapters.want(group):
+            self.planner.wait(group.sequences[0])
 
     def _goes_on(self, group: SequenceGroup) -> bool:
         """Return whether a resumed group has anything left to generate.
@@ -252,6 +271,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do now. Requests that are overdue end."""
         self.requests.end_overdue(self.clock())
+        self._take_masks()
         for group, error in self.adapters.take_ready():
             if error is not None:
                 self.requests.end_group(group, Finish.ERROR, error)
@@ -264,6 +284,34 @@ class Scheduler:
             if dropped:
                 drop_adapters(plan, dropped)
         return plan
+
+    def _take_masks(self) -> None:
+        """Queue the groups whose grammar is compiled; let the sequences continue whose masks are ready."""
+        grammars = self.grammars
+        for group, error in grammars.take_ready():
+            if error is not None:
+                self.requests.end_group(group, Finish.ERROR, error)
+                continue
+            for sequence in list(group.sequences):
+                self._end_if_over(sequence)
+            if group.sequences:
+                group.followers = group.sequences[1:]
+                self._queue(group)
+        if grammars.outstanding:
+            ready = grammars.settle(MASK_WAIT_S if self.planner.has_other_rows else IDLE_MASK_WAIT_S)
+            for sequence in ready:
+                self._end_if_over(sequence)
+            self.planner.resume(ready)
+
+    def _end_if_over(self, sequence: Sequence) -> None:
+        """End a sequence whose grammar failed, or whose answer is complete without a token that ends it."""
+        constraint = sequence.constraint
+        if constraint is None or sequence.stage is Stage.ENDED:
+            return
+        if constraint.error is not None:
+            self.requests.end(sequence, Finish.ERROR, constraint.error)
+        elif constraint.is_over:
+            self.requests.end(sequence, Finish.END_ID)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""

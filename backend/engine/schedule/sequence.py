@@ -13,6 +13,7 @@ import numpy as np
 from tridecode.backend.base.errors import RequestError, TridecodeError
 from tridecode.backend.engine.cache.prompt_keys import PromptKeys
 from tridecode.backend.engine.cache.sessions import SessionRow
+from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
 from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
@@ -147,6 +148,7 @@ class Sequence:
     embedding: PromptEmbedding | None = None
     top: TopLogProbs | None = None  # of the token that is committed now
     extra_outputs: ExtraOutputs | None = None  # set if it wants logits or metrics
+    constraint: Constraint | None = None  # of a sequence that obeys a grammar
     mask: bytes = b""  # of its context (block_keys.py), since its admission
     num_indexed: int = 0  # leading blocks that have an identity
     overtaken: int = 0  # number of sequences behind it that were admitted before it
@@ -226,6 +228,11 @@ class Sequence:
         return [] if top is None else [top]
 
     @property
+    def may_continue(self) -> bool:
+        """Return whether its next token may be planned, once its tokens in flight are known."""
+        return self.constraint is None or self.constraint.ready
+
+    @property
     def has_news(self) -> bool:
         """Return whether a result must not wait for the next token."""
         return self.extra_outputs is not None and self.extra_outputs.has_news
@@ -248,9 +255,10 @@ class Sequence:
 
 def no_token_error(sequence: Sequence) -> RequestError:
     """Return the error for a sequence if every id is impossible as its next token."""
+    allowed = "the grammar" if sequence.constraint is not None else "the model"
     return RequestError(
         f"no token is possible after {len(sequence.prompt)} tokens of prompt and {len(sequence.output)} of "
-        "output: bad words, and end ids before min_tokens, exclude every id that the model allows"
+        f"output: bad words, and end ids before min_tokens, exclude every id that {allowed} allows"
     )
 
 

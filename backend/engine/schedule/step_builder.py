@@ -8,6 +8,7 @@ from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.embeddings import PromptVectors, SummedRow, summed_row
 from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.prompt_tables.book import PromptBook
@@ -71,6 +72,11 @@ class StepBuilder:
             parts.append(AdapterRows(rows.adapters))
         if slot_copies or block_copies:
             parts.append(Forks(slot_copies, block_copies))
+        if rows.masked:
+            slots = np.array([one.slot for one in rows.masked], np.int32)
+            parts.append(
+                Masks(slots, np.stack([one.constraint.mask for one in rows.masked if one.constraint]))
+            )
         if chunks and (summed := _summed(chunks, num_decodes)):
             parts.append(PromptVectors(summed))
         if (rows.top_log_probs >= 0).any():

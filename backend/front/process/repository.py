@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS
 from tridecode.backend.configuration.engine_config import read_engine_config
-from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
+from tridecode.backend.configuration.engine_config_file import (
+    ENGINE_MODEL,
+    FILE,
+    checkpoint_dir,
+    read_engine_parameters,
+    text_models,
+)
 from tridecode.backend.configuration.engine_instances import num_engines, read_groups
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
 
-ENGINE_MODEL = "fastertransformer"
 MANIFEST, INI = "manifest.json", "config.ini"
 _ROWS = {row.name: row for row in DOOR_PARAMETERS}
 #: parameters of a text model that hold for the front, too
@@ -48,12 +52,13 @@ def read_repository(engine_dir: Path) -> dict[str, Any]:
         "engine_dir": str(engine_dir),
         "num_engines": num_engines(read_groups(engine_dir)),
     }
-    texts = next(_text_models(engine_dir), None)
-    if texts is None:
+    found = text_models(engine_dir)
+    if not found:
         raise ConfigError(
             f"no model in {engine_dir.parent} names a tokenizer (parameter tokenizer_dir in its {FILE}); the "
             "OpenAI service needs one"
         )
+    texts = found[0]
     for name in _OF_TEXTS:
         text = texts.get(name, "").strip()
         if text not in ("", "auto"):
@@ -63,20 +68,6 @@ def read_repository(engine_dir: Path) -> dict[str, Any]:
         values["lora_dir"] = str(engine_dir / config.lora_path)
     values["fingerprint"], values["created"] = _fingerprint(engine_dir)
     return values
-
-
-def _text_models(engine_dir: Path) -> Iterator[Mapping[str, str]]:
-    """The parameters of the models with a tokenizer, those that decode text first."""
-    found = []
-    for file in sorted(engine_dir.parent.glob(f"*/{FILE}")):
-        try:
-            parameters = read_engine_parameters(str(file.parent))
-        except TridecodeError:
-            continue
-        engine = parameters.get("engine_model", "").strip() or ENGINE_MODEL
-        if parameters.get("tokenizer_dir") and engine == engine_dir.name:
-            found.append(parameters)
-    yield from sorted(found, key=lambda one: "stop_ids" not in one)
 
 
 def _fingerprint(engine_dir: Path) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +31,11 @@ def fp32_bound(logits: np.ndarray) -> float:
 
 
 def offline_engine(
-    model: torch.nn.Module, device: str = DEVICE, keep_logits: bool = True, **settings
+    model: torch.nn.Module,
+    device: str = DEVICE,
+    keep_logits: bool = True,
+    tokenizer_dir: Path | None = None,
+    **settings,
 ) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
@@ -38,7 +43,8 @@ def offline_engine(
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
     ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
-    return OfflineEngine(build_engine(config, engine_config, weights, ops, SingleRank(), place), keep_logits)
+    engine = build_engine(config, engine_config, weights, ops, SingleRank(), place)
+    return OfflineEngine(engine, keep_logits, tokenizer_dir)
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

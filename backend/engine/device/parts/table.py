@@ -11,6 +11,7 @@ from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
 from tridecode.backend.engine.device.parts.embeddings import PromptVectorsRun
 from tridecode.backend.engine.device.parts.forks import ForksRun
+from tridecode.backend.engine.device.parts.masks import MasksRun
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.prompt_tables import PromptTablesRun
 from tridecode.backend.engine.device.parts.returned_logits import LogitsRun
@@ -21,6 +22,7 @@ from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
 from tridecode.backend.engine.parts.shadow import ShadowRuns
@@ -31,6 +33,7 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     PromptTables: PromptTablesRun,
     AdapterRows: AdaptersRun,
     Forks: ForksRun,
+    Masks: MasksRun,
     PromptVectors: PromptVectorsRun,
     ReturnedLogits: LogitsRun,
     TopTokens: TopTokensRun,

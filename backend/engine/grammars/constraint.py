@@ -1,0 +1,62 @@
+"""The grammar of one sequence: its state, and the mask of its next token. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.grammars.matcher import GrammarFault, TokenMatcher
+
+
+class Constraint:
+    """The grammar of one sequence. A worker has it while `ready` is false, otherwise the loop's thread.
+
+    mask: (W,) int32, the possible ids of the next token (SamplingState.masks). error: why there is none.
+    is_over: the answer is complete, and the request has no token that ends it.
+    """
+
+    def __init__(self, matcher: TokenMatcher, words: int, model_ends: Items[int], ends: Items[int]):
+        """words: of a mask. model_ends: tokens that the matcher allows where the answer may end. ends: those
+        of the request.
+        """
+        self._matcher = matcher
+        self.mask = np.zeros(words, np.int32)
+        self.ready = False
+        self.error: TridecodeError | None = None
+        self.is_over = False
+        self._model_ends, self._ends = list(model_ends), list(ends)
+        self._moves_ends = set(self._model_ends) != set(self._ends)
+        self._bits = self.mask.view(np.uint32)
+
+    def advance(self, tokens: list[int], cpu_limit_s: float) -> None:
+        """Take the next tokens of the answer and compute the mask behind them. Does not raise.
+
+        cpu_limit_s: limit of the thread's CPU time.
+        """
+        begun = time.thread_time()
+        try:
+            self._matcher.accept(tokens)
+            self._fill()
+        except GrammarFault as fault:
+            self.error = fault
+        except Exception as error:  # a fault of the library ends only this request
+            self.error = TridecodeError(f"the mask of a token could not be computed: {type(error).__name__}")
+        taken = time.thread_time() - begun
+        if self.error is None and taken > cpu_limit_s:
+            self.error = GrammarFault(
+                f"the mask of one token took {1e3 * taken:.1f} ms of CPU time; this model accepts "
+                f"{1e3 * cpu_limit_s:g} (mask_cpu_ms in config.pbtxt)"
+            )
+
+    def _fill(self) -> None:
+        self._matcher.fill(self.mask)
+        if not (self._moves_ends and self._matcher.is_accepting()):
+            return
+        for token in self._model_ends:
+            self._bits[token // 32] &= ~np.uint32(1 << token % 32)
+        for token in self._ends:
+            self._bits[token // 32] |= np.uint32(1 << token % 32)
+        self.is_over = not self.mask.any()

@@ -1,0 +1,125 @@
+"""Grammars by llguidance, behind the interface of matcher.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tridecode.backend.engine.grammars.grammar_text import grammar_of
+from tridecode.backend.engine.grammars.matcher import GrammarFault, Vocabulary
+from tridecode.backend.wire.structured_output import StructuredOutput
+
+#: of its errors, in characters: they repeat parts of the grammar
+_MAX_TEXT = 400
+#: llguidance's words, and ours
+_MEANINGS = {
+    "NoExtensionBias": "it allows no token here",
+    "NoExtension": "it allows no token here",
+    "ParserTooComplex": "it is too ambiguous (limit of the parser's items)",
+    "LexerTooComplex": "its regular expressions have too many states",
+}
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of one grammar.
+
+    Fuel and items bound the time of a mask to about 20 ms, states the memory to about 100 MB (2 kB each).
+    """
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class _Words:
+    """The form in which LLTokenizer takes a vocabulary."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[bytes], list[int]]):
+        self.eos_token_id = vocabulary.end_ids[0]
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.special)
+        self._encode = encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text.encode("utf-8") if isinstance(text, str) else text)
+
+
+class Guidance:
+    """A GrammarCompiler. encode: tokenises a text."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[bytes], list[int]]):
+        """Takes about 0.2 s for 50,000 tokens. vocabulary: with at least one end id."""
+        self._vocabulary = vocabulary
+        self._tokenizer = LLTokenizer(
+            _Words(vocabulary, encode),  # type: ignore[arg-type]  # it looks at the attributes
+            n_vocab=len(vocabulary.tokens),
+            eos_token=vocabulary.end_ids,
+        )
+
+    def compile(self, output: StructuredOutput) -> GuidanceMatcher:
+        """GrammarCompiler.compile."""
+        try:
+            grammar = grammar_of(output, self._vocabulary)
+        except GrammarFault as fault:
+            raise GrammarFault(f"structured_output ({output.kind}): {fault}") from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise GrammarFault(
+                f"structured_output ({output.kind}) is refused: {_meaning(matcher.get_error())}"
+            )
+        ignored = matcher.get_grammar_warnings()  # of a schema within a grammar
+        if ignored:
+            raise GrammarFault(f"structured_output ({output.kind}) is refused: {ignored[0][:_MAX_TEXT]}")
+        return GuidanceMatcher(matcher)
+
+
+class GuidanceMatcher:
+    """A TokenMatcher."""
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    def accept(self, tokens: list[int]) -> None:
+        """TokenMatcher.accept."""
+        if tokens and not self._matcher.consume_tokens(tokens):
+            raise self._fault()
+
+    def fill(self, mask: np.ndarray) -> None:
+        """TokenMatcher.fill."""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise self._fault()
+
+    def is_accepting(self) -> bool:
+        """TokenMatcher.is_accepting."""
+        return bool(self._matcher.is_accepting())
+
+    def forced_tokens(self) -> list[int]:
+        """TokenMatcher.forced_tokens."""
+        return list(self._matcher.compute_ff_tokens())
+
+    def copy(self) -> GuidanceMatcher:
+        """TokenMatcher.copy."""
+        return GuidanceMatcher(self._matcher.deep_copy())
+
+    def _fault(self) -> GrammarFault:
+        return GrammarFault(f"the answer cannot obey its grammar: {_meaning(self._matcher.get_error())}")
+
+
+def _meaning(text: str) -> str:
+    """Return an error of llguidance in at most _MAX_TEXT characters."""
+    text = text.replace("<non-verbose/>", "").strip()
+    for name, meaning in _MEANINGS.items():
+        if name in text:
+            return meaning
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
