@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.answers.logit_tensors import metrics
 from tridecode.backend.doors.contracts.inputs import Inputs
@@ -26,8 +28,10 @@ from tridecode.backend.service import sampling_rules
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.wire.messages import Limits, SamplingParams
+from tridecode.backend.wire.sampling_params import MAX_BEAMS
 
 _STOP = "sampling_param_stop"
+_BEST_OF = "sampling_param_best_of"
 _EXCLUDE = "sampling_param_exclude_input_from_output"
 _NAMES = FieldNames(max_tokens="sampling_param_max_tokens", stop_words=_STOP)
 _MAX_TOKENS = 32  # the LLM API's default
@@ -41,10 +45,18 @@ class TritonPythonModel(TextModel):
         streaming = self.streaming(inputs, "streaming")
         texts = read_texts(inputs, limits)
         stop_words = read_words(inputs, _STOP, len(texts))
-        log_probs = inputs.flag("return_cumulative_logprob")
+        best_of = _best_of(inputs, len(texts), streaming)
+        log_probs = inputs.flag("return_cumulative_logprob") or best_of > 1
+        params = [self._params(named, inputs, limits, log_probs) for named in inputs.params(len(texts))]
+        if best_of > 1:
+            if any(one.top_k == 1 for one in params):
+                raise RequestError(
+                    f"{_BEST_OF} is {best_of} and the answer is greedy; wanted {_BEST_OF} of 1"
+                )
+            params = [msgspec.structs.replace(one, num_return_sequences=best_of) for one in params]
         return TextRequest(
             prompts=texts,
-            params=[self._params(named, inputs, limits, log_probs) for named in inputs.params(len(texts))],
+            params=params,
             stop_words=stop_words,
             lora_names=fields.lora_names(inputs, len(texts)),
             priorities=fields.priorities(inputs, received.parameters, len(texts)),
@@ -52,6 +64,7 @@ class TritonPythonModel(TextModel):
             exclude=inputs.flag(_EXCLUDE, self.settings.exclude_input_in_output),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
             names=_NAMES,
+            best=1 if best_of > 1 else 0,
         )
 
     def _params(
@@ -75,19 +88,36 @@ class TritonPythonModel(TextModel):
         return sampling_rules.sampling_params(named, limits, inputs.client_names())
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:
-        return LlmApiAnswer(rows, received, self.settings, asked.streaming)
+        return LlmApiAnswer(rows, received, self.settings, asked)
+
+
+def _best_of(inputs: Inputs, batch: int, streaming: bool) -> int:
+    """Return sampling_param_best_of. Raises RequestError if it is out of range or the answer is streamed."""
+    found = set(inputs.rows(_BEST_OF, batch, 1))
+    wrong = [value for value in found if not 1 <= value <= MAX_BEAMS]
+    if wrong or len(found) > 1:
+        shown = wrong[0] if wrong else sorted(found)
+        raise RequestError(f"{_BEST_OF} is {shown}; wanted one number from 1 to {MAX_BEAMS}")
+    (best_of,) = found
+    if best_of > 1 and streaming:
+        text = f"{_BEST_OF} is {best_of} and streaming is true"
+        raise RequestError(f"{text}; it chooses among whole answers: wanted no stream with it")
+    return best_of
 
 
 class LlmApiAnswer(TensorAnswer):
     """Output tensors [texts]; each response has all of them."""
 
-    def __init__(self, rows: list[Completion], received: Received, settings: DoorSettings, streamed: bool):
-        super().__init__(rows, received, settings, streamed, together=True)
+    def __init__(
+        self, rows: list[Completion], received: Received, settings: DoorSettings, asked: TextRequest
+    ):
+        super().__init__(rows, received, settings, asked.streaming, together=True)
+        self._best = asked.best
         names = ("finish_reason", "stop_reason", "cumulative_logprob")
         self._wanted = {name for name in names if received.inputs.flag(f"return_{name}")}
 
     def _tensors(self, pieces: dict[int, Piece]) -> list:
-        rows = list(pieces.values())
+        rows = self._chosen(pieces)
         columns = {
             "finish_reason": [(piece.finish_reason or "None").encode() for piece in rows],
             "stop_reason": [(piece.stop_word or "None").encode() for piece in rows],
@@ -98,6 +128,17 @@ class LlmApiAnswer(TensorAnswer):
         if all(piece.finish_reason and piece.extras for piece in rows):
             arrays.update(_named(metrics([piece.extras for piece in rows])))
         return self._outputs.tensors(arrays)
+
+    def _chosen(self, pieces: dict[int, Piece]) -> list[Piece]:
+        """Return the pieces to send: with best_of, the most likely one of each text."""
+        if not self._best:
+            return list(pieces.values())
+        likely: dict[int, Piece] = {}
+        for row, piece in pieces.items():
+            text = self._rows[row].place[0]
+            if text not in likely or piece.cum_log_prob > likely[text].cum_log_prob:
+                likely[text] = piece
+        return list(likely.values())
 
 
 def _named(found: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -17,7 +17,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tridecode.backend.base.errors import RequestError, UnsupportedError
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.door import Received
 from tridecode.backend.doors.door_settings import DoorSettings
@@ -27,14 +27,14 @@ from tridecode.backend.doors.text import TensorAnswer, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.service import limits as request_limits
 from tridecode.backend.service import sampling_rules, structured_fields
+from tridecode.backend.service.prompt_scores import Alternatives, PromptScores, alternatives
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import Limits, SamplingParams, TopLogProbs
 from tridecode.backend.wire.sampling_params import check
 
-_NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server
-_NAMES = FieldNames(stop_words="stop")
+_NAMES = FieldNames(stop_words="stop", context_logits="prompt_logprobs")
 _random = random.SystemRandom()
 
 
@@ -73,6 +73,8 @@ class TritonPythonModel(TextModel):
             keep_last=keep_last if keep_last >= 0 else limits.max_sequence_tokens - 1,
             skip_special=keys.get("skip_special_tokens"),
             log_probs="logprobs" in keys,
+            prompt_log_probs=keys.get("prompt_logprobs", -1),
+            best=_best(keys, streaming),
             cut=True,
             structured_outputs=[output],
             names=replace(_NAMES, structured_output=field),
@@ -90,27 +92,27 @@ class TritonPythonModel(TextModel):
         return sampling_json.parse(decode_text(array.reshape(-1)[0], "sampling_parameters"))
 
     def _params(self, keys: dict[str, Any], received: Received, limits: Limits) -> SamplingParams:
-        n = keys.get("n", 1)
-        if keys.get("best_of", n) != n:
-            found = f"best_of is {keys['best_of']} and n is {n}"
-            raise UnsupportedError(f"{found}; choosing among answers is not implemented; wanted n")
+        sequences = keys.get("best_of", keys.get("n", 1))
         max_tokens = keys.get("max_tokens", 16)
         if keys.get("min_tokens", 0) > max_tokens:
             found = f"min_tokens is {keys['min_tokens']} and max_tokens is {max_tokens}"
             raise RequestError(f"{found}; wanted min_tokens of at most max_tokens")
         seed = keys.get("seed", -1)
         distribution = _distribution(keys, limits)
-        if n > 1 and distribution["top_k"] == 1:
-            raise RequestError(f"n is {n} and the answer is greedy (temperature 0 or top_k 1); wanted n of 1")
+        if sequences > 1 and distribution["top_k"] == 1:
+            name = "best_of" if "best_of" in keys else "n"
+            found = f"{name} is {sequences} and the answer is greedy (temperature 0 or top_k 1)"
+            raise RequestError(f"{found}; wanted {name} of 1")
         params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=keys.get("min_tokens", 0),
-            num_return_sequences=n,
+            num_return_sequences=sequences,
             **distribution,
             seed=_random.getrandbits(64) if seed == -1 else seed % 2**64,
             **self._ends(keys, limits),
             bad_words=self._bad_words(keys, received, limits),
             top_log_probs=_top_log_probs(keys, received),
+            return_context_logits="prompt_logprobs" in keys,
             **_cache_use(keys),
         )
         complaint = check(params)
@@ -138,7 +140,19 @@ class TritonPythonModel(TextModel):
         return ids
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> VllmAnswer:
-        return VllmAnswer(rows, received, self.settings, asked, self.token_texts)
+        return VllmAnswer(rows, received, self.settings, asked, self.token_texts, self.limits())
+
+
+def _best(keys: dict[str, Any], streaming: bool) -> int:
+    """Return TextRequest.best. Raises RequestError for a best_of below n, or above it with a stream."""
+    n = keys.get("n", 1)
+    best_of = keys.get("best_of", n)
+    if best_of < n:
+        raise RequestError(f"best_of is {best_of} and n is {n}; wanted best_of of n or more")
+    if best_of > n and streaming:
+        found = f"best_of is {best_of}, n is {n} and stream is true"
+        raise RequestError(f"{found}; best_of chooses among whole answers: wanted no stream with it")
+    return n if best_of > n else 0
 
 
 def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -168,7 +182,8 @@ def _top_log_probs(keys: dict[str, Any], received: Received) -> int:
     inputs = received.inputs
     if inputs.flag("return_logprobs") and "logprobs" in keys:
         return keys["logprobs"]
-    return 0 if inputs.flag("return_cumulative_logprob") else -1
+    chooses = keys.get("best_of", 1) > keys.get("n", 1)
+    return 0 if chooses or inputs.flag("return_cumulative_logprob") else -1
 
 
 # ---------------------------------------------------------------- answering
@@ -186,17 +201,27 @@ class VllmAnswer(TensorAnswer):
         settings: DoorSettings,
         asked: TextRequest,
         token_texts: TokenTexts,
+        limits: Limits,
     ):
         super().__init__(rows, received, settings, asked.streaming, together=True)
         self._wanted = {name for name in _OPTIONAL if received.inputs.flag(f"return_{name}")}
         self._has_log_probs = asked.log_probs
         self._cumulative = [0.0] * len(rows)
         self._token_texts = token_texts
+        self._best = asked.best or len(rows)
+        self._scores: PromptScores | None = None  # until they are sent
+        if asked.prompt_log_probs >= 0:
+            ids = rows[0].prompt or [limits.start_id]
+            self._scores = PromptScores(ids, asked.prompt_log_probs, limits.vocab_size)
 
     def _tensors(self, pieces: dict[int, Piece]) -> list:
-        rows = list(pieces.values())
         for row, piece in pieces.items():
             self._cumulative[row] += sum(top.log_prob for _, top in piece.tops)
+        scores = self._prompt_log_probs(pieces)
+        if self._best < len(pieces):
+            best = sorted(pieces, key=lambda row: -self._cumulative[row])[: self._best]
+            pieces = {row: pieces[row] for row in best}
+        rows = list(pieces.values())
         columns = {
             "finish_reason": [(piece.finish_reason or "None").encode() for piece in rows],
             "cumulative_logprob": [self._cumulative[row] for row in pieces],
@@ -207,7 +232,22 @@ class VllmAnswer(TensorAnswer):
             columns["logprobs"] = [self._log_probs(piece).encode() for piece in rows]
         arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
         arrays.update((name, column) for name, column in columns.items() if name in self._wanted)
+        arrays.update(scores)
         return self._outputs.tensors(arrays)
+
+    def _prompt_log_probs(self, pieces: dict[int, Piece]) -> dict[str, Any]:
+        """Return the output prompt_logprobs with the first response that has all of them; else {}."""
+        scores = self._scores
+        if scores is None:
+            return {}
+        if 0 in pieces:  # the prompt's logits come with its first sequence
+            for _, extra in pieces[0].extras:
+                scores.add(extra.context_logits)
+        if not scores.complete:
+            return {}
+        self._scores = None
+        found = scores.alternatives(self._token_texts, scores.count)
+        return {"prompt_logprobs": [json.dumps(found).encode()]}
 
     def _log_probs(self, piece: Piece) -> str:
         """Return JSON: for each new token an object keyed by token id, the chosen token first."""
@@ -215,15 +255,6 @@ class VllmAnswer(TensorAnswer):
             return "null"
         return json.dumps([self._alternatives(token, top) for token, top in piece.tops])
 
-    def _alternatives(self, token: int, top: TopLogProbs) -> dict[str, dict[str, Any]]:
-        found = {token: (top.log_prob, top.rank)}
-        for rank, (other, log_prob) in enumerate(zip(top.ids, top.log_probs), 1):
-            found.setdefault(other, (log_prob, rank))
-        return {
-            str(other): {
-                "logprob": max(log_prob, _NO_LOG_PROB),
-                "rank": rank,
-                "decoded_token": self._token_texts[other],
-            }
-            for other, (log_prob, rank) in found.items()
-        }
+    def _alternatives(self, token: int, top: TopLogProbs) -> Alternatives:
+        best = zip(top.ids, top.log_probs)
+        return alternatives(token, top.log_prob, top.rank, best, self._token_texts)

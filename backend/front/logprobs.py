@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tridecode.backend.front.fields.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from tridecode.backend.front.fields.completions import CompletionLogprobs
+from tridecode.backend.service.prompt_scores import LOWEST
 from tridecode.backend.text.token_texts import TextOffsets, TokenTexts
 from tridecode.backend.wire.messages import TopLogProbs
-
-#: JSON has no infinity; as vLLM's OpenAI server
-LOWEST = -9999.0
 
 Steps = Sequence[tuple[int, TopLogProbs]]
 

@@ -1,68 +1,55 @@
-"""Log probabilities of a prompt's own tokens, from the logits that the engine returns at each of them."""
+"""Log probabilities of a prompt's own tokens, as answers show them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
+from tridecode.backend.front.errors import bad_request
 from tridecode.backend.front.fields.completions import CompletionLogprobs
-from tridecode.backend.front.logprobs import LOWEST, by_text, completion_label
+from tridecode.backend.front.fields.sampling import Sampled
+from tridecode.backend.front.logprobs import by_text, completion_label
+from tridecode.backend.front.model import ServedModel
+from tridecode.backend.service.prompt_scores import PromptScores
+from tridecode.backend.service.text_request import TextRequest
 from tridecode.backend.text.token_texts import TextOffsets, TokenTexts
 
 
-class PromptScores:
-    """One prompt. The logits at token i are those of token i + 1; each part of them is dropped once read."""
+def check_prompt_logprobs(wanted: Sampled) -> None:
+    """Raise ApiError for prompt_logprobs with a stream, as vLLM does."""
+    if wanted.prompt_logprobs is not None and wanted.stream:
+        text = "prompt_logprobs is sent and stream is true; wanted one of them"
+        raise bad_request(text, "prompt_logprobs")
 
-    def __init__(self, ids: Sequence[int], count: int, vocab_size: int):
-        """count: number of most likely tokens at each position."""
-        self._ids, self._count, self._vocab_size = list(ids), count, vocab_size
-        self._log_probs: list[float | None] = [None]  # the first token follows nothing
-        self._best: list[list[tuple[int, float]]] = [[]]
 
-    @property
-    def complete(self) -> bool:
-        """Return whether every token has its log probability."""
-        return len(self._log_probs) == len(self._ids)
+async def with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
+    """Return the request with token ids instead of texts, because the answer lists each token."""
 
-    def add(self, data: bytes) -> None:
-        """Take the logits, float32, of the next positions."""
-        if not data:
-            return
-        done = len(self._log_probs) - 1
-        rows = np.frombuffer(data, "<f4").reshape(-1, self._vocab_size)
-        for logit in rows[: len(self._ids) - 1 - done]:
-            values = logit.astype(np.float64)
-            values -= values.max()
-            values -= np.log(np.exp(values).sum())
-            token = self._ids[len(self._log_probs)]
-            self._log_probs.append(max(float(values[token]), LOWEST))
-            self._best.append(self._most_likely(values))
+    def tokenise() -> list[list[int]]:
+        found = model.tokenizer.ids(asked.prompts, asked.add_special_tokens)
+        return [ids[-asked.keep_last :] for ids in found]
 
-    def _most_likely(self, values: np.ndarray) -> list[tuple[int, float]]:
-        if not self._count:
-            return []
-        count = min(self._count, len(values))
-        best = np.argpartition(-values, count - 1)[:count]
-        best = best[np.argsort(-values[best], kind="stable")]
-        return [(int(token), max(float(values[token]), LOWEST)) for token in best]
+    model.texts.check_texts(asked, model.limits())
+    prompts = await model.run(True, tokenise)
+    return replace(asked, prompts=prompts, keep_last=0)
 
-    def logprobs(self, texts: TokenTexts, length: int) -> CompletionLogprobs:
-        """Return the prompt's part of an answer. texts: as the answer shows them. length: of the prompt's
-        text, in characters, which lacks the space that some tokenizers put before the first word."""
-        found = CompletionLogprobs([], [], [] if self._count else None, [])
-        whole = TextOffsets(texts)
-        for token in self._ids:
-            whole.next(token)
-        offsets = TextOffsets(texts, length - whole.end)
-        for token, log_prob, best in zip(self._ids, self._log_probs, self._best):
-            text = completion_label(texts, token)
-            found.tokens.append(text)
-            found.token_logprobs.append(log_prob)
-            found.text_offset.append(max(0, offsets.next(token)))
-            if found.top_logprobs is not None:
-                alternatives = by_text(best, texts)
-                if log_prob is not None:
-                    alternatives.setdefault(text, log_prob)
-                found.top_logprobs.append(alternatives if log_prob is not None else None)
-        return found
+
+def echoed_logprobs(scores: PromptScores, texts: TokenTexts, length: int, count: int) -> CompletionLogprobs:
+    """Return the prompt's part of an answer that echoes it. texts: as the answer shows them. length: of the
+    prompt's text, in characters, which lacks the space that some tokenizers put before the first word.
+    count: number of most likely tokens at each position."""
+    found = CompletionLogprobs([], [], [] if count else None, [])
+    whole = TextOffsets(texts)
+    for token in scores.ids:
+        whole.next(token)
+    offsets = TextOffsets(texts, length - whole.end)
+    for token, log_prob, best in zip(scores.ids, scores.log_probs, scores.best):
+        text = completion_label(texts, token)
+        found.tokens.append(text)
+        found.token_logprobs.append(log_prob)
+        found.text_offset.append(max(0, offsets.next(token)))
+        if found.top_logprobs is not None:
+            alternatives = by_text(best[:count], texts)
+            if log_prob is not None:
+                alternatives.setdefault(text, log_prob)
+            found.top_logprobs.append(alternatives if log_prob is not None else None)
+    return found

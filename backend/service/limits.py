@@ -175,17 +175,22 @@ def check_stop_words(words: Sequence[str], name: str) -> None:
 
 
 def check_logits(
-    context: bool, generation: bool, prompts: Sequence[int], counts: Sequence[int], limits: Limits
+    context: bool,
+    generation: bool,
+    prompts: Sequence[int],
+    counts: Sequence[int],
+    limits: Limits,
+    context_name: str = "return_context_logits",
 ) -> None:
     """Raise RequestError if the logits, padded to the longest row, exceed the engine's limit in bytes.
 
     context, generation: whether logits of prompts and of new tokens are requested. prompts, counts: for each
-    row the tokens of its prompt and the maximum number of new tokens.
+    row the tokens of its prompt and the maximum number of new tokens. context_name: the client's field.
     """
     width = (max(prompts) if context else 0) + (max(counts) if generation else 0)
     size = len(prompts) * width * limits.vocab_size * _LOGIT_BYTES
     if size > limits.max_logits_bytes:
-        names = ["return_context_logits"] * context + ["return_generation_logits"] * generation
+        names = [context_name] * context + ["return_generation_logits"] * generation
         raise RequestError(
             f"{' and '.join(names)}: {len(prompts):,} rows of {width:,} tokens have {size:,} bytes of "
             f"logits; this model accepts {limits.max_logits_bytes:,} (max_logits_bytes in config.pbtxt)"

@@ -25,6 +25,7 @@ class FieldNames:
     max_tokens: str = "max_tokens"
     stop_words: str = "stop_words"
     structured_output: str = "structured_output"
+    context_logits: str = "return_context_logits"
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class TextRequest:
     stop_words: matched in the text. exclude: a whole answer does not begin with its prompt. show_stop,
     min_tokens: see Completion. keep_last: number of tokens of a longer prompt to keep, from its end; 0: all.
     skip_special: omit special tokens from the answer, except for shown_tokens; None: use the service's
-    setting. log_probs: of alternatives. tables: the table of virtual tokens of each text; (): none has one.
-    structured_outputs: what the answers to each text obey; (): none obeys anything.
-    add_special_tokens: let the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves
-    less room; otherwise the request is refused. first_row: number of the first text among the client's.
+    setting. log_probs: of alternatives. prompt_log_probs: number of alternatives of each token of the prompt,
+    which the answer scores; -1: none. tables: the table of virtual tokens of each text; (): none has one.
+    structured_outputs: what the answers to each text obey; (): none obeys anything. add_special_tokens: let
+    the tokenizer add them to the prompts. cut: reduce max_tokens if the prompt leaves less room; otherwise
+    the request is refused. first_row: number of the first text among the client's. best: number of sequences
+    of each text to return, those with the highest log probability; 0: all.
     """
 
     prompts: Sequence[Prompt]
@@ -53,12 +56,14 @@ class TextRequest:
     skip_special: bool | None = None
     shown_tokens: tuple[str, ...] = ()
     log_probs: bool = False
+    prompt_log_probs: int = -1
     tables: Sequence[RowPrompt | None] = ()
     structured_outputs: Sequence[StructuredOutput | None] = ()
     add_special_tokens: bool = True
     cut: bool = False
     names: FieldNames = FieldNames()
     first_row: int = 0
+    best: int = 0
 
     def row_name(self, row: int) -> str:
         """Return the client's name of a text, for errors: with its number if there are several."""

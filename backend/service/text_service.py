@@ -92,7 +92,7 @@ class TextService:
             if output is not None:
                 check_output(output, limits, asked.names.structured_output)
         prompts, placed, params = self._tokenise(asked, tables, limits, client)
-        _check_logits(prompts, params, limits)
+        _check_logits(prompts, params, limits, asked.names.context_logits)
         automata = {words: StopAutomaton(words) for words in set(asked.stop_words)}
         rows: list[Completion] = []
         submissions = []
@@ -265,7 +265,9 @@ def _fit(
     return params
 
 
-def _check_logits(prompts: list[list[int]], params: list[SamplingParams], limits: Limits) -> None:
+def _check_logits(
+    prompts: list[list[int]], params: list[SamplingParams], limits: Limits, context_name: str
+) -> None:
     sizes = [
         (len(prompt) or 1, one.max_tokens)
         for prompt, one in zip(prompts, params)
@@ -277,6 +279,7 @@ def _check_logits(prompts: list[list[int]], params: list[SamplingParams], limits
         [prompt for prompt, _ in sizes],
         [count for _, count in sizes],
         limits,
+        context_name,
     )
 
 

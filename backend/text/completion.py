@@ -67,6 +67,7 @@ class Completion:
         self.num_tokens = 0
         self.finish_reason = ""  # "": not ended yet
         self.place = (0, 0)  # (text of the request, index of the sequence)
+        self.prompt = prompt
         self._echo, self._num_prompt_tokens = echo, len(prompt)
         self._log_probs: list[float] = []
         self._tops: list[tuple[int, TopLogProbs]] = []

@@ -27,7 +27,12 @@ _INPUTS = (
     ),
     refused("image_url", "STRING", (b"",)),
     Field("streaming", "BOOL", "send pieces of the answer as they are generated", "false"),
-    refused(_PREFIX + "best_of", "INT32", (1,)),
+    Field(
+        _PREFIX + "best_of",
+        "INT32",
+        "sample this many answers to a prompt, return the one with the highest log probability; no stream",
+        "1",
+    ),
     Field(_PREFIX + "temperature", "FP32", param="temperature"),
     Field(_PREFIX + "top_k", "INT32", default="0", param="top_k"),
     Field(_PREFIX + "top_p", "FP32", default="1", param="top_p"),

@@ -113,6 +113,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion"
 
 

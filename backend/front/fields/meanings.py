@@ -74,6 +74,9 @@ MEANINGS: dict[str, Meaning] = {
     "guided_choice": Meaning("the answer is one of these texts", "none"),
     "guided_grammar": Meaning("a grammar that the answer follows, in Lark's notation or EBNF", "none"),
     "structural_tag": Meaning("`structures` and `triggers`: text with parts that follow a schema", "none"),
+    "prompt_logprobs": Meaning(
+        "log probabilities of the prompt's tokens, and this many alternatives of each; no stream", "none"
+    ),
     # completions
     "prompt": Meaning("a text, a list of texts, token ids, or a list of lists of token ids", _REQUIRED),
     "CompletionRequest.logprobs": Meaning(

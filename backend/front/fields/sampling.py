@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tridecode.backend.wire.sampling_params import MAX_BEAMS
+from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
 
 INT32_MAX = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -61,6 +61,7 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache: Literal["on", "write", "off"] | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | str | None = None
@@ -86,7 +87,6 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
-    prompt_logprobs: Any = None
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     allowed_token_ids: Any = None
@@ -109,7 +109,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "allowed_token_ids": (),

@@ -27,12 +27,15 @@ from tridecode.backend.front.fields.chat import (
 from tridecode.backend.front.fields.sampling import INT32_MAX
 from tridecode.backend.front.logprobs import chat_logprobs
 from tridecode.backend.front.model import ServedModel
+from tridecode.backend.front.prompt_scores import check_prompt_logprobs, with_ids
+from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.sampling import refuse_unsupported, sampled_request, sampling_params, stop_words
 from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.structured import Constraint, chat_constraint
 from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
 from tridecode.backend.front.text_event import event
+from tridecode.backend.service.prompt_scores import PromptScores
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Piece
 
@@ -49,6 +52,8 @@ async def chat_completions(request: Request) -> Response:
         prompt, plan = await front.model.chats.prompt(wanted)
         constraint = chat_constraint(wanted, plan, front.model.tokenizer, limits, silent)
         asked = _text_request(front.model, wanted, prompt, adapter, plan, constraint)
+        if wanted.prompt_logprobs is not None:
+            asked = await with_ids(front.model, asked)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     return await answer(
@@ -56,7 +61,7 @@ async def chat_completions(request: Request) -> Response:
         request,
         call,
         asked,
-        ChatWriter(front.model, call, wanted, name, plan),
+        ChatWriter(front.model, call, wanted, asked, name, plan),
         streaming=bool(wanted.stream),
         timeout_s=wanted.timeout_s or 0.0,
         names=NAMES,
@@ -76,16 +81,23 @@ def _text_request(
     given = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
     if wanted.top_logprobs is not None and not wanted.logprobs:
         raise bad_request("top_logprobs is sent and logprobs is not true", "top_logprobs")
+    check_prompt_logprobs(wanted)
     tops = (wanted.top_logprobs or 0) if wanted.logprobs else -1
     count = INT32_MAX if given is None else given
     names = FieldNames(
-        "messages", "max_tokens" if wanted.max_completion_tokens is None else "max_completion_tokens", "stop"
+        "messages",
+        "max_tokens" if wanted.max_completion_tokens is None else "max_completion_tokens",
+        "stop",
+        context_logits="prompt_logprobs",
     )
+    params = sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)
+    if wanted.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, return_context_logits=True)
     return sampled_request(
         wanted,
         limits,
         [prompt],
-        [sampling_params(wanted, model.texts, limits, count, wanted.n or 1, tops)],
+        [params],
         (*stop_words(wanted), *(() if plan is None else plan.stop)),
         adapter,
         names=names,
@@ -104,11 +116,31 @@ def _text_choice(index: int, text: str) -> ChunkChoice:
 class ChatWriter(TallyWriter):
     """The answer of /v1/chat/completions."""
 
-    def __init__(self, model: ServedModel, call: Call, wanted: ChatRequest, name: str, plan: ToolPlan | None):
+    def __init__(
+        self,
+        model: ServedModel,
+        call: Call,
+        wanted: ChatRequest,
+        asked: TextRequest,
+        name: str,
+        plan: ToolPlan | None,
+    ):
         super().__init__(model, call, Tally(1, wanted.n or 1), wanted.stream, wanted.stream_options)
         self._wanted, self._name = wanted, name
         self._parsers = [] if plan is None else [plan.parser() for _ in range(wanted.n or 1)]
         self._begun: set[int] = set()
+        (prompt,), count = asked.prompts, wanted.prompt_logprobs
+        self._scores = None
+        if count is not None and not isinstance(prompt, str):
+            self._scores = PromptScores(prompt, count, model.limits().vocab_size)
+        self.heavy = self._scores is not None
+
+    def take(self, pieces: Pieces) -> bytes:
+        if self._scores is not None:
+            for group in pieces:
+                for _, extra in group[0].extras if 0 in group else ():
+                    self._scores.add(extra.context_logits)
+        return super().take(pieces)
 
     # ------------------------------------------------------------ a stream
 
@@ -150,16 +182,18 @@ class ChatWriter(TallyWriter):
 
     def whole(self) -> bytes:
         choices = [self._choice(index, row) for index, row in enumerate(self._tally.rows)]
-        return msgspec.json.encode(
-            ChatCompletion(
-                self._call.id,
-                self._call.created,
-                self._name,
-                self._model.settings.fingerprint,
-                choices,
-                self._tally.usage,
-            )
+        answer = ChatCompletion(
+            self._call.id,
+            self._call.created,
+            self._name,
+            self._model.settings.fingerprint,
+            choices,
+            self._tally.usage,
         )
+        if self._scores is not None:
+            texts = self._model.token_texts()
+            answer.prompt_logprobs = self._scores.alternatives(texts, self._scores.count)
+        return msgspec.json.encode(answer)
 
     def _choice(self, index: int, row: Row) -> ChatChoice:
         message, reason = AnswerMessage(row.text), row.finish_reason

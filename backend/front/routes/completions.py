@@ -22,7 +22,7 @@ from tridecode.backend.front.fields.completions import (
 )
 from tridecode.backend.front.logprobs import completion_logprobs
 from tridecode.backend.front.model import ServedModel
-from tridecode.backend.front.prompt_scores import PromptScores
+from tridecode.backend.front.prompt_scores import check_prompt_logprobs, echoed_logprobs, with_ids
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.sampling import (
     check_text,
@@ -36,6 +36,7 @@ from tridecode.backend.front.service import FrontService
 from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
 from tridecode.backend.front.text_event import event
+from tridecode.backend.service.prompt_scores import PromptScores
 from tridecode.backend.service.text_request import FieldNames, Prompt, TextRequest
 from tridecode.backend.text.completion import Piece
 from tridecode.backend.text.token_texts import TextOffsets
@@ -53,7 +54,7 @@ async def completions(request: Request) -> Response:
         name, adapter = front.model.find(wanted.model)
         asked = text_request(front.model, wanted, adapter)
         if scores_prompt(wanted):
-            asked = await _with_ids(front.model, asked)
+            asked = await with_ids(front.model, asked)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
     return await answer(
@@ -71,6 +72,11 @@ async def completions(request: Request) -> Response:
 
 def scores_prompt(wanted: CompletionRequest) -> bool:
     """Return whether the answer has log probabilities of the prompt's tokens."""
+    return echoes_scores(wanted) or wanted.prompt_logprobs is not None
+
+
+def echoes_scores(wanted: CompletionRequest) -> bool:
+    """Return whether `logprobs` of the answer begins with the prompt's tokens."""
     return bool(wanted.echo) and wanted.logprobs is not None
 
 
@@ -116,6 +122,7 @@ def text_request(
         raise bad_request(f"{found}; this model accepts {most:,} sequences in all", names.prompt)
     if sequences > n and wanted.stream:
         raise bad_request("best_of chooses among whole answers; wanted no stream with it", "best_of")
+    check_prompt_logprobs(wanted)
     scored = scores_prompt(wanted)
     tops = -1 if wanted.logprobs is None else wanted.logprobs
     if sequences > n:
@@ -125,6 +132,7 @@ def text_request(
     params = sampling_params(wanted, model.texts, limits, count, sequences, tops)
     if scored:
         params = msgspec.structs.replace(params, return_context_logits=True)
+        names = replace(names, context_logits="echo" if echoes_scores(wanted) else "prompt_logprobs")
     return sampled_request(
         wanted,
         limits,
@@ -137,18 +145,6 @@ def text_request(
         cut=wanted.max_tokens is None,
         names=names,
     )
-
-
-async def _with_ids(model: ServedModel, asked: TextRequest) -> TextRequest:
-    """Return the request with token ids instead of texts, because the answer lists each token."""
-
-    def tokenise() -> list[list[int]]:
-        found = model.tokenizer.ids(asked.prompts, asked.add_special_tokens)
-        return [ids[-asked.keep_last :] for ids in found]
-
-    model.texts.check_texts(asked, model.limits())
-    prompts = await model.run(True, tokenise)
-    return replace(asked, prompts=prompts, keep_last=0)
 
 
 def _seeded(params: Any, row: int, sequences: int) -> Any:
@@ -174,8 +170,10 @@ class CompletionWriter(TallyWriter):
         self._offsets = [TextOffsets(self._texts, length) for length in lengths]
         self._unsent = set(range(len(self._echoes)))  # rows whose prompt a stream has not sent yet
         self.heavy = scores_prompt(wanted)
+        self._echoes_scores = echoes_scores(wanted)
+        count = max(wanted.prompt_logprobs or 0, (wanted.logprobs or 0) if self._echoes_scores else 0)
         self._scores = [
-            PromptScores(prompt, wanted.logprobs or 0, model.limits().vocab_size)
+            PromptScores(prompt, count, model.limits().vocab_size)
             for prompt in asked.prompts
             if self.heavy and not isinstance(prompt, str)
         ]
@@ -222,7 +220,7 @@ class CompletionWriter(TallyWriter):
             text = self._echoes[index] + text
         if self._wanted.logprobs is None and not piece.finish_reason:
             return self._text_event(index, partial(CompletionChoice, index), text)
-        if begins and self.heavy:
+        if begins and self._echoes_scores:
             logprobs = self._with_prompt(index, piece.tops)
         elif self._wanted.logprobs is not None:
             logprobs = self._logprobs(piece.tops, self._offsets[index])
@@ -254,16 +252,22 @@ class CompletionWriter(TallyWriter):
     def _choice(self, number: int, index: int, row: Row) -> CompletionChoice:
         text = (self._echoes[index] if self._echoes else "") + row.text
         logprobs = None
-        if self.heavy:
+        if self._echoes_scores:
             logprobs = self._with_prompt(index, row.tops)
         elif self._wanted.logprobs is not None:
             logprobs = self._logprobs(row.tops, self._offsets[index])
-        return CompletionChoice(number, text, logprobs, row.finish_reason or None)
+        choice = CompletionChoice(number, text, logprobs, row.finish_reason or None)
+        if self._wanted.prompt_logprobs is not None:
+            scores = self._scores[index // self._sequences]
+            choice.prompt_logprobs = scores.alternatives(
+                self._model.token_texts(), self._wanted.prompt_logprobs
+            )
+        return choice
 
     def _with_prompt(self, index: int, steps: Any) -> CompletionLogprobs:
         """Return the log probabilities of the prompt's tokens, then those of new ones."""
         scores, length = self._scores[index // self._sequences], len(self._echoes[index])
-        found = scores.logprobs(self._model.token_texts(), length)
+        found = echoed_logprobs(scores, self._model.token_texts(), length, self._wanted.logprobs or 0)
         new = self._logprobs(steps, self._offsets[index])
         top = None if found.top_logprobs is None else found.top_logprobs + (new.top_logprobs or [])
         return CompletionLogprobs(

@@ -82,6 +82,11 @@ async def generate(request: Request) -> Response:
         if (as_completion.best_of or 0) > (as_completion.n or 1):
             text = "sampling_params.best_of is above n, which this route does not implement; leave it out"
             raise bad_request(text, "sampling_params.best_of", "unsupported_parameter")
+        if as_completion.prompt_logprobs is not None:
+            text = (
+                "sampling_params.prompt_logprobs is sent, which this route does not implement; leave it out"
+            )
+            raise bad_request(text, "sampling_params.prompt_logprobs", "unsupported_parameter")
         silent = refuse_unsupported(as_completion)
         n = as_completion.n or 1
         count = None if count is None else as_completion.logprobs

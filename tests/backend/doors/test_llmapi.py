@@ -152,6 +152,27 @@ def test_names_become_the_engines_parameters(door, sent, found):
     assert {name: getattr(params, name) for name in found} == found and params.end_id == EOS
 
 
+def test_the_most_likely_of_several_samples_is_returned_for_each_text(repository):
+    """The toy engine draws by the seed; a token's log probability depends on its id."""
+    answers = {20: " world", 21: " fox", 22: " stop word"}
+
+    def says(history, generated, params, vocab_size):
+        return [*ids_of(answers[params.seed]), EOS][generated]
+
+    def log_prob(text):
+        return sum(toy_log_prob(token) for token in [*ids_of(text), EOS])
+
+    with serving(repository) as door:
+        door.test_engine.next_token = says
+        flags = {"return_cumulative_logprob": True, "return_finish_reason": True}
+        asked = tensors("Hello", "the", best_of=3, seed=20, temperature=0.5, max_tokens=40, **flags)
+        outputs = only(ask(door, {**asked, "sampling_param_exclude_input_from_output": np.array([True])}))
+    best = max(answers.values(), key=log_prob)
+    assert texts_of(outputs) == [best, best]
+    assert outputs["cumulative_logprob"].tolist() == [log_prob(best)] * 2
+    assert outputs["finish_reason"].tolist() == [b"stop"] * 2
+
+
 def test_an_adapter_is_named(door):
     only(ask(door, tensors(lora_name=["french"])))
     assert door.test_engine.submits[-1].sequences[0].lora_name == "french"
@@ -160,7 +181,14 @@ def test_an_adapter_is_named(door):
 @pytest.mark.parametrize(
     ("sent", "code", "text"),
     [
-        ({"best_of": 2}, "UNSUPPORTED", "sampling_param_best_of is 2"),
+        ({"best_of": 2}, "INVALID_ARG", "sampling_param_best_of is 2 and the answer is greedy"),
+        ({"best_of": 0}, "INVALID_ARG", "sampling_param_best_of is 0"),
+        ({"best_of": 65, "temperature": 0.5}, "INVALID_ARG", "sampling_param_best_of is 65"),
+        (
+            {"best_of": 2, "temperature": 0.5, "streaming": True},
+            "INVALID_ARG",
+            "sampling_param_best_of is 2 and streaming is true",
+        ),
         ({"temperature": np.nan}, "INVALID_ARG", "sampling_param_temperature is nan"),
         ({"top_p": 1.5}, "INVALID_ARG", "sampling_param_top_p is 1.5"),
         ({"top_k": -1}, "INVALID_ARG", "sampling_param_top_k is -1"),

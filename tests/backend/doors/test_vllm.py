@@ -212,6 +212,59 @@ def test_several_answers_to_a_prompt_are_in_one_response(repository, stream):
     assert np.allclose(last["cumulative_logprob"][1:], fox)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_most_likely_of_best_of_samples_are_returned(repository, n):
+    answers = {7: " world", 8: " fox", 9: " stop word", 10: " hello"}
+
+    def says(history, generated, params, vocab_size):
+        return [*ids_of(answers[params.seed]), EOS][generated]
+
+    def log_prob(text):
+        return sum(toy_log_prob(token) for token in [*ids_of(text), EOS])
+
+    with serving(repository) as door:
+        door.test_engine.next_token = says
+        sampling = {"n": n, "best_of": 4, "seed": 7, "max_tokens": 50}
+        flags = {"return_cumulative_logprob": True, "exclude_input_in_output": True}
+        outputs = only(ask(door, tensors("Hello", sampling, **flags)))
+        _, text = refusal(ask(door, tensors("Hello", sampling, stream=True)))
+    best = sorted(answers.values(), key=log_prob, reverse=True)[:n]
+    assert [one.decode() for one in outputs["text_output"]] == best
+    assert outputs["cumulative_logprob"].tolist() == [log_prob(one) for one in best]
+    assert f"best_of is 4, n is {n} and stream is true" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_logprobs_has_every_token_of_the_prompt_once(repository, stream):
+    """The toy engine's logits at a token are all equal."""
+    prompt = "Hello streaming text"
+    ids = ids_of(prompt)
+    with serving(repository, step_s=0.003) as door:
+        sampling = {"max_tokens": 50, "prompt_logprobs": 2, "n": 2, "truncate_prompt_tokens": len(ids) - 1}
+        sent = ask(door, tensors(prompt, sampling, stream=stream))
+        assert last_params(door).return_context_logits
+        without = ask(door, tensors(prompt, {"max_tokens": 2}, stream=stream))
+    found = [one.outputs["prompt_logprobs"] for one in sent if "prompt_logprobs" in one.outputs]
+    assert len(found) == 1 and found[0].shape == (1,)
+    assert not any("prompt_logprobs" in one.outputs for one in without)
+    first, *others = json.loads(found[0][0])
+    assert first is None and [next(iter(one)) for one in others] == [str(token) for token in ids[2:]]
+    tokenizer = byte_level()
+    for token, one in zip(ids[2:], others):
+        own = one[str(token)]
+        assert own["logprob"] == pytest.approx(-np.log(600)) and own["rank"] == 600
+        assert own["decoded_token"] == tokenizer.decode([token]) and len(one) in (2, 3)
+
+
+def test_prompt_logprobs_beyond_the_limit_of_logits_is_refused_by_its_name(repository):
+    limits = msgspec.structs.replace(LIMITS, vocab_size=600, end_id=EOS, start_id=EOS, max_logits_bytes=5_000)
+    parameters = {"tokenizer_dir": "bytes"}
+    settings = fake_triton.model_config("vllm", {}, OUTPUTS, parameters, True, 0)
+    with running(TritonPythonModel, settings, FakeEngine(limits=limits), repository) as door:
+        _, text = refusal(ask(door, tensors("Hello streaming", {"prompt_logprobs": 0})))
+    assert "prompt_logprobs: 1 rows of" in text and "max_logits_bytes" in text
+
+
 # ---------------------------------------------------------------- sampling parameters
 
 
@@ -383,10 +436,12 @@ _REFUSED = [
     ('{"cache": true}', "INVALID_ARG", "cache is true; wanted on, write or off"),
     ('{"cache_salt": "' + "é" * 129 + '"}', "INVALID_ARG", "cache_salt has 258 bytes; wanted 256 at most"),
     ('{"min_p": 1.5}', "INVALID_ARG", "min_p is 1.5; wanted a number from 0 to 1"),
-    ('{"best_of": 3}', "UNSUPPORTED", "best_of is 3 and n is 1"),
+    ('{"n": 3, "best_of": 2}', "INVALID_ARG", "best_of is 2 and n is 3"),
+    ('{"best_of": 2, "temperature": 0}', "INVALID_ARG", "best_of is 2 and the answer is greedy"),
     ('{"n": 2, "temperature": 0}', "INVALID_ARG", "n is 2 and the answer is greedy"),
     ('{"n": 65}', "INVALID_ARG", "n is 65; wanted a whole number from 1 to 64"),
-    ('{"prompt_logprobs": 1}', "UNSUPPORTED", "prompt_logprobs is 1, which this version does not implement"),
+    ('{"prompt_logprobs": -1}', "INVALID_ARG", "prompt_logprobs is -1"),
+    ('{"prompt_logprobs": 21}', "INVALID_ARG", "prompt_logprobs is 21"),
     ('{"logit_bias": {"5": 1}}', "UNSUPPORTED", 'logit_bias is {"5": 1}'),
     ('{"detokenize": false}', "UNSUPPORTED", "detokenize is false"),
     ('{"structured_outputs": 3}', "INVALID_ARG", "sampling_parameters: structured_outputs is 3; wanted"),

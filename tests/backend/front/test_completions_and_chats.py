@@ -127,6 +127,19 @@ def test_a_chat_whole_and_streamed(front: Front, engine: FakeEngine, ids: Ids, t
     assert [chunk.choices[0].finish_reason for chunk in chunks].count("length") == 1
 
 
+def test_a_chat_can_score_its_prompt(front: Front, ids: Ids, toy_repository: Path) -> None:
+    """The toy engine's logits at a token are all equal, so every alternative has the same probability."""
+    asked = {"model": "toy", "messages": MESSAGES, "max_tokens": 2}
+    found = front.openai.chat.completions.create(extra_body={"prompt_logprobs": 1}, **asked)
+    first, *others = found.prompt_logprobs
+    assert first is None and len(others) == found.usage.prompt_tokens - 1
+    values = {entry["logprob"] for one in others for entry in one.values()}
+    assert len(values) == 1 and all(1 <= len(one) <= 2 for one in others)
+    assert not hasattr(front.openai.chat.completions.create(**asked), "prompt_logprobs")
+    refused = front.post("/v1/chat/completions", {**asked, "prompt_logprobs": 1, "stream": True})
+    assert refused.status_code == 400 and error_of(refused)["param"] == "prompt_logprobs"
+
+
 def test_a_chat_without_a_limit_has_the_room_that_is_left(front: Front, engine: FakeEngine) -> None:
     with front.openai.chat.completions.create(model="toy", messages=MESSAGES, stream=True) as stream:
         next(iter(stream))
@@ -185,6 +198,9 @@ BAD = [
     ({"prompt": []}, "prompt", "invalid_value", "empty list"),
     ({"prompt": [1000]}, "prompt", "invalid_value", "token id 1000"),
     ({"prompt": "a", "best_of": 1, "n": 2}, "best_of", "invalid_value", "n or more"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "invalid_type", "is 21"),
+    ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value",
+     "stream is true"),
     ({"max_tokens": 3}, "prompt", "missing_required_parameter", "prompt is missing"),
     ({"prompt": "a\ud800"}, "prompt", "invalid_value", "not valid Unicode"),
 ]  # fmt: skip

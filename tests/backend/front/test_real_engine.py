@@ -119,6 +119,31 @@ def test_log_probabilities_of_the_prompt_are_those_of_transformers(front: Front,
             assert tops == pytest.approx(best, abs=1e-4)
 
 
+def test_prompt_logprobs_are_those_of_transformers(front: Front, folder: Path) -> None:
+    """vLLM's field, of completions with several prompts and samples, and of a chat."""
+    tokenizer = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+
+    def check(ids: list[int], found: list) -> None:
+        with torch.inference_mode():
+            wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert found[0] is None and len(found) == len(ids)
+        for token, row, one in zip(ids[1:], wanted, found[1:]):
+            best = row.topk(2).indices.tolist()
+            assert list(one) == [str(other) for other in dict.fromkeys([token, *best])]
+            for other, entry in one.items():
+                assert entry["logprob"] == pytest.approx(float(row[int(other)]), abs=1e-4)
+                assert entry["rank"] == int((row >= row[int(other)]).sum())
+
+    asked = {"model": "hf", "max_tokens": 3, "seed": 1, "extra_body": {"prompt_logprobs": 2}}
+    prompts = [PROMPT, "and returns at nine"]
+    found = front.openai.completions.create(prompt=prompts, n=2, **asked)
+    for choice in found.choices:
+        check(tokenizer.encode(prompts[choice.index // 2]).ids, choice.prompt_logprobs)
+    plain = front.openai.completions.create(model="hf", prompt=PROMPT, max_tokens=1)
+    assert not hasattr(plain.choices[0], "prompt_logprobs")
+
+
 @pytest.mark.parametrize("count", [6, 0])
 def test_a_streamed_echo_has_the_log_probabilities_of_a_whole_one(front: Front, count: int) -> None:
     asked = {
