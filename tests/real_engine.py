@@ -20,14 +20,17 @@ from tridecode.backend.wire import messages as m
 
 
 class RealEngine:
-    """Rank 0 over `model`. settings: of EngineConfig. Log probabilities do not depend on the batch."""
+    """Rank 0 over `model`. settings: of EngineConfig, and tokenizer_dir, which grammars need.
+
+    Log probabilities do not depend on the batch.
+    """
 
     def __init__(self, model: torch.nn.Module, **settings):
         self.endpoint = "ipc://" + tempfile.mktemp(prefix="real-engine-", dir="/tmp")
         self.epoch = 1
         offline = offline_engine(model, keep_logits=False, batch_invariant=True, block_tokens=32, **settings)
         self.engine, self.scheduler = offline.engine, offline.scheduler
-        self.limits = door_limits(self.engine)
+        self.limits = door_limits(self.engine, self.scheduler.grammars.fault)
 
     def __enter__(self) -> RealEngine:
         self._status = RankStatus()
@@ -43,6 +46,7 @@ class RealEngine:
         self._doors.wake()
         self._thread.join(10)
         self._doors.close()
+        self.scheduler.grammars.close()
         assert not self._thread.is_alive(), "the engine's loop did not end"
 
     def _beat(self) -> m.EngineBeat:

@@ -6,6 +6,7 @@ Only forms are checked here; the engine compiles schemas and grammars.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
@@ -15,7 +16,8 @@ from tridecode.backend.wire import structured_output
 from tridecode.backend.wire.limits import Limits
 from tridecode.backend.wire.structured_output import StructuredOutput
 
-_OUR_NAME = "structured_output"
+_OUR_NAME = re.compile(r"structured_output\b")
+_PLACE = re.compile(r"at \d+\(\d+\): ")
 MAX_CHOICES = 4096
 #: inputs of TensorRT-LLM's models
 GUIDE_TYPE, GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
@@ -149,7 +151,11 @@ def check_output(output: StructuredOutput, limits: Limits, name: str) -> None:
 
 def renamed(text: str, name: str) -> str:
     """Return the text of an error with the client's field in the place of ours."""
-    return name + text[len(_OUR_NAME) :] if text.startswith(_OUR_NAME + " ") else text
+    if not _OUR_NAME.match(text):
+        return text
+    if name == "tools":  # the client has not written the grammar that the place is in
+        text = _PLACE.sub("", text)
+    return _OUR_NAME.sub(name, text, count=1)
 
 
 # ---------------------------------------------------------------- one function per form

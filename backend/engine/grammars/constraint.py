@@ -43,13 +43,14 @@ class Constraint:
         except GrammarFault as fault:
             self.error = fault
         except Exception as error:  # a fault of the library ends only this request
-            self.error = TridecodeError(f"the mask of a token could not be computed: {type(error).__name__}")
+            self.error = TridecodeError(
+                f"structured_output: the mask of a token could not be computed: {type(error).__name__}"
+            )
         taken = time.thread_time() - begun
         if self.error is None and taken > cpu_limit_s:
-            self.error = GrammarFault(
-                f"the mask of one token took {1e3 * taken:.1f} ms of CPU time; this model accepts "
-                f"{1e3 * cpu_limit_s:g} (mask_cpu_ms in config.pbtxt)"
-            )
+            found = f"structured_output: the mask of one token took {1e3 * taken:.1f} ms of CPU time"
+            wanted = f"{1e3 * cpu_limit_s:g} (mask_cpu_ms in config.pbtxt)"
+            self.error = GrammarFault(f"{found}; this model accepts {wanted}")
 
     def _fill(self) -> None:
         self._matcher.fill(self.mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 #: of its errors, in characters: they repeat parts of the grammar
 _MAX_TEXT = 400
+_LISTING = re.compile(r"\s*(\d+ \||\^+\s*$)")
 #: llguidance's words, and ours
 _MEANINGS = {
     "NoExtensionBias": "it allows no token here",
@@ -79,7 +81,7 @@ class Guidance:
             )
         ignored = matcher.get_grammar_warnings()  # of a schema within a grammar
         if ignored:
-            raise GrammarFault(f"structured_output ({output.kind}) is refused: {ignored[0][:_MAX_TEXT]}")
+            raise GrammarFault(f"structured_output ({output.kind}) is refused: {_meaning(ignored[0])}")
         return GuidanceMatcher(matcher)
 
 
@@ -113,13 +115,18 @@ class GuidanceMatcher:
         return GuidanceMatcher(self._matcher.deep_copy())
 
     def _fault(self) -> GrammarFault:
-        return GrammarFault(f"the answer cannot obey its grammar: {_meaning(self._matcher.get_error())}")
+        return GrammarFault(
+            f"structured_output: the answer cannot obey it: {_meaning(self._matcher.get_error())}"
+        )
 
 
 def _meaning(text: str) -> str:
-    """Return an error of llguidance in at most _MAX_TEXT characters."""
+    """Return an error of llguidance as one line of at most _MAX_TEXT characters."""
     text = text.replace("<non-verbose/>", "").strip()
     for name, meaning in _MEANINGS.items():
         if name in text:
             return meaning
+    # without the listing of the grammar, and the marks below a place
+    lines = [line.strip() for line in text.splitlines() if not _LISTING.match(line)]
+    text = " ".join(line for line in lines if line)
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."

@@ -279,14 +279,20 @@ def running(folder: Path, *options: str) -> Iterator[Running]:
     """A service with its engine. options: of the front."""
     model = tiny_llama(vocab_size=TINY_VOCAB, max_position_embeddings=128)
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(
-            RealEngine(model, max_sequences=32, max_step_tokens=64, cache_bytes=32 << 20)
-        )
-        supervisor = stack.enter_context(FakeSupervisor(engine))  # type: ignore[arg-type]
-        environment = {"TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint, "TRIDECODE_REQUEST_LOG": "off"}
         folder.mkdir(exist_ok=True)
         made = repository(folder / "repo", _TEMPLATE, lora_path="loras")
         (made / "fastertransformer" / "loras").mkdir()
+        engine = stack.enter_context(
+            RealEngine(
+                model,
+                tokenizer_dir=made / "text" / "1" / "tokenizer",
+                max_sequences=32,
+                max_step_tokens=64,
+                cache_bytes=32 << 20,
+            )
+        )
+        supervisor = stack.enter_context(FakeSupervisor(engine))  # type: ignore[arg-type]
+        environment = {"TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint, "TRIDECODE_REQUEST_LOG": "off"}
         front = stack.enter_context(Front(made, folder / "front.log", *options, **environment))
         yield Running(front, engine)
 
