@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -168,6 +170,19 @@ def test_a_stream_that_is_left_is_cancelled(llm) -> None:
     next(stream)
     stream.close()
     wait_until(lambda: running(llm) == 0, 20, "the engine to have no sequence")
+
+
+def test_answers_have_the_form_that_is_wanted(llm) -> None:
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 22]}}, "required": ["x"]}
+    schema["additionalProperties"] = False
+    wanted = [
+        SamplingParams(structured_outputs={"regex": "(ab|c){2,3}"}, max_tokens=40),
+        SamplingParams(structured_outputs={"choice": ["high", "low"]}, max_tokens=40),
+        SamplingParams(structured_outputs={"json": schema}, max_tokens=400),
+    ]
+    texts = [one.outputs[0].text for one in llm.generate([PROMPTS[0]] * 3, wanted)]
+    assert re.fullmatch("(ab|c){2,3}", texts[0]) and texts[1] in ("high", "low")
+    assert json.loads(texts[2]) in ({"x": 1}, {"x": 22})
 
 
 def test_an_error_names_the_field_and_ends_the_others(llm) -> None:
