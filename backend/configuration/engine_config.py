@@ -149,6 +149,12 @@ class EngineConfig:
         "(only those with the same `cache_salt`), none",
         _one_of(*CACHE_SCOPES),
     )
+    host_cache_bytes: int = setting(
+        0,
+        "bytes of host memory, for all ranks of a node, in which blocks of the prefix cache outlive their "
+        "eviction and the engine (docs/guides/prefix_cache.md); 0: none",
+        _SOME,
+    )
     lora_path: str = setting(
         "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"
     )

@@ -64,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--local-world", type=int, help="ranks of this node (default: all)")
     parser.add_argument("--first-device", type=int, default=0, help="first device of this node's ranks")
+    parser.add_argument("--host-cache-fd", type=int, help="memory file of this rank's part of the host tier")
     parser.add_argument("--devices", help="GPUs of the ranks, instead of the parameter of that name")
     return parser.parse_args()
 
@@ -106,7 +107,8 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
         max_sequences=ranks.smallest(config.slots),
         max_step_tokens=ranks.smallest(config.max_step_tokens),
     )
-    engine = load_engine(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)
+    progress, host_fd = _Progress(link, model), arguments.host_cache_fd
+    engine = load_engine(Path(directory), model, config, ranks, device, progress, link.progress, host_fd)
     if isinstance(ranks, ProcessRanks):
         engine.digest = StepDigest(arguments.epoch, arguments.rank, ranks.stage, link.status, link.tell)
     if engine.state.adapters is not None:
@@ -188,6 +190,8 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
     loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
     link.ready()
+    if engine.state.host is not None:
+        engine.state.host.pinning.start()
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
     try:
         loop.run()
@@ -208,6 +212,8 @@ def serve_as_follower(engine: Engine, link: RankLink) -> None:
 
     link.on_stop = leave_soon
     link.ready()
+    if engine.state.host is not None:
+        engine.state.host.pinning.start()
     follow(engine, link.status)
     engine.close()
 

@@ -166,6 +166,8 @@ class DecodeLoop:
             return None
 
     def _abandon(self, plan: StepPlan) -> None:
+        if self.engine.state.host is not None:
+            self.engine.state.host.synchronize()  # its copies may have begun
         torch.cuda.empty_cache()
         self.scheduler.abandon(
             plan, CapacityError("the device ran out of memory for this request; try again later")
@@ -198,7 +200,7 @@ class DecodeLoop:
             "sequences_running": scheduler.num_running,
             "sessions": len(scheduler.sessions),
             "session_blocks": self._session_blocks,
-            'cached_prompt_tokens{tier="device"}': scheduler.cache.cached_tokens,
+            **self._cached_tokens(),
             'cache_blocks{state="used"}': index.num_blocks - index.num_available,
             'cache_blocks{state="cached"}': index.num_cached,
             'cache_blocks{state="free"}': index.num_free,
@@ -206,6 +208,17 @@ class DecodeLoop:
             "step_seconds": self._seconds,
             "steps": status.steps,
             **{name: value for work in self.background for name, value in work.metrics().items()},
+        }
+
+    def _cached_tokens(self) -> dict[str, float]:
+        """Return the totals of cached prompt tokens by tier, and the metrics of the host tier."""
+        cache = self.scheduler.cache
+        if cache.tier is None:
+            return {'cached_prompt_tokens{tier="device"}': cache.cached_tokens}
+        return {
+            'cached_prompt_tokens{tier="device"}': cache.cached_tokens - cache.tier.tokens,
+            'cached_prompt_tokens{tier="host"}': cache.tier.tokens,
+            **cache.tier.metrics(),
         }
 
 

@@ -110,6 +110,9 @@ class OfflineEngine:
     def __init__(self, engine: Engine, keep_logits: bool = False, tokenizer_dir: Path | None = None):
         self.engine = engine
         self.scheduler = make_scheduler(engine, tokenizer_dir)
+        if engine.state.host is not None:
+            engine.state.host.pinning.start()
+            engine.state.host.pinning.join()
         self.generations: list[Generation] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()
         if keep_logits:

@@ -11,6 +11,7 @@ from tridecode.backend.engine.adapters.table import Adapters, Loader, NoLoader
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import spread_tokens
 from tridecode.backend.engine.grammars.loading import load_grammars
+from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.scheduler import Scheduler
@@ -52,7 +53,25 @@ def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Schedul
     prompts = PromptBook(state.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
     ends = [model.end_id, *model.more_end_ids]
     grammars = load_grammars(tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms)
-    return Scheduler(limits_of(engine), time.monotonic, Adapters(_adapter_loader(engine)), prompts, grammars)
+    adapters = Adapters(_adapter_loader(engine))
+    return Scheduler(limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine))
+
+
+def host_tier(engine: Engine) -> HostTier | None:
+    """Return the scheduler's side of an engine's host tier; None if there is none or it holds no block."""
+    store = engine.state.host
+    if store is None or not store.region.num_slots:
+        return None
+    region = store.region
+    return HostTier(
+        region.num_slots,
+        region.secret,
+        region.entries(),
+        engine.config.block_tokens,
+        store.most_blocks,
+        time.monotonic,
+        lambda: store.pinning.is_done,
+    )
 
 
 def _adapter_loader(engine: Engine) -> Loader:

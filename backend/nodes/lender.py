@@ -36,7 +36,8 @@ _log = logging.getLogger("tridecode.nodes")
 class Lender:
     """Times are monotonic seconds that the caller gives; nothing here sleeps or blocks.
 
-    command(epoch): the argument list of a rank before the options of this module.
+    command(epoch): the argument list of a rank before the options of this module. more(rank, ranks):
+    options of one of the ranks that run here.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Lender:
         search: Search,
         command: Callable[[int], Sequence[str]],
         fingerprint: Callable[[], object],
+        more: Callable[[int, int], Sequence[str]] = lambda rank, ranks: (),
     ) -> None:
         self.place = place
         self._engine_dir, self._search, self._command = engine_dir, search, command
-        self._fingerprint = fingerprint
+        self._fingerprint, self._more = fingerprint, more
         self._life = secrets.token_hex(8)
         self._context: zmq.Context = zmq.Context()
         self._socket: zmq.Socket | None = None
@@ -234,6 +236,7 @@ class Lender:
         try:
             for rank in order.ranks:
                 command = [*self._command(order.epoch), *options, "--rank", str(rank)]
+                command += self._more(rank, len(order.ranks))
                 self._ranks[rank] = LocalProcess(command)
         except (OSError, TridecodeError) as error:
             self._error = f"its ranks cannot be started: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Union
 
@@ -49,11 +50,16 @@ class Nodes:
         self._started_search = meeting.Search(place, self._server, self._base)
         return self._started_search
 
-    def lender(self, command: Callable[[int], Sequence[str]]) -> Lender | None:
-        """Return the Lender of a node other than node 0, else None. command(epoch): a rank's command."""
+    def lender(
+        self, command: Callable[[int], Sequence[str]], more: Callable[[int, int], Sequence[str]]
+    ) -> Lender | None:
+        """Return the Lender of a node other than node 0, else None. command(epoch): a rank's command.
+        more(rank, ranks): options of one of this node's ranks.
+        """
         if self._place is not None and self._leader is None:
             engine_dir, search = self._engine_dir, self._search(self._place)
-            self._lender = Lender(self._place, engine_dir, search, command, lambda: fingerprint(engine_dir))
+            current = partial(fingerprint, engine_dir)
+            self._lender = Lender(self._place, engine_dir, search, command, current, more)
         return self._lender
 
     def check(self) -> None:

@@ -70,6 +70,13 @@ def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> En
     )
 
 
+def host_cache_bytes(engine_dir: str) -> int:
+    """Return the parameter of that name. Raises ConfigError."""
+    return read_engine_config(
+        read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE)
+    ).host_cache_bytes
+
+
 def front_options(engine_dir: str, config: EngineConfig) -> FrontOptions:
     """Return the options of the OpenAI service, with the port and address of `tridecode serve`."""
 

@@ -24,8 +24,14 @@ from tridecode.backend.nodes.supervising import Nodes
 from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
 from tridecode.backend.supervisor.door_book import DoorBook
 from tridecode.backend.supervisor.engine_life import EngineLife
-from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
+from tridecode.backend.supervisor.engine_settings import (
+    EngineSettings,
+    fingerprint,
+    host_cache_bytes,
+    read_engine_settings,
+)
 from tridecode.backend.supervisor.front_process import FrontProcess
+from tridecode.backend.supervisor.host_cache import HostCache
 from tridecode.backend.wire.messages import (
     BEAT_S,
     EngineState,
@@ -80,7 +86,8 @@ class Supervisor:
         self._write_owner()
         ranks.kill_strays(self.control)
         self.nodes = Nodes(place.engine_dir, place.server, place.folder.parent)
-        self.life = self.nodes.lender(self._rank_options) or EngineLife(
+        self._host_cache = HostCache()
+        self.life = self.nodes.lender(self._rank_options, self._host_options) or EngineLife(
             self._read_settings,
             lambda: fingerprint(place.engine_dir),
             self._start_ranks,
@@ -264,6 +271,11 @@ class Supervisor:
         options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
         return [*self.place.rank_command, *options, "--endpoint", self._engine_endpoint(epoch)]
 
+    def _host_options(self, rank: int, node_ranks: int) -> list[str]:
+        """Return the options that give a rank of this node its part of the host tier."""
+        total = host_cache_bytes(self.place.engine_dir)
+        return self._host_cache.options(rank, node_ranks, total)
+
     def _start_ranks(self, epoch: int, settings: EngineSettings, now: float) -> ranks.RankGroup:
         self.owner.epoch = epoch
         self._write_owner()
@@ -271,7 +283,11 @@ class Supervisor:
         for old in self.place.folder.glob("engine-*"):
             old.unlink(missing_ok=True)
         options = [*self._rank_options(epoch), "--world", str(settings.world), *settings.device_options]
-        commands = [[*options, "--rank", str(rank)] for rank in range(settings.world)]
+        here = settings.world // self.nodes.size
+        commands = [
+            [*options, "--rank", str(rank), *(self._host_options(rank, here) if rank < here else ())]
+            for rank in range(settings.world)
+        ]
         return self.nodes.start_ranks(commands, settings, epoch, now) or ranks.RankGroup(commands, now)
 
     # ------------------------------------------------------------ the server and its stubs
@@ -314,6 +330,7 @@ class Supervisor:
         while not self.life.gone():
             self.nodes.tick(time.monotonic(), self.life)
             time.sleep(0.02)
+        self._host_cache.close()
         self.nodes.close()
         if not processes.alive(self.place.server):
             self._clean_after_server()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, Union
 
 from tridecode.backend.supervisor import processes
+from tridecode.backend.supervisor.host_cache import inherited
 from tridecode.backend.wire.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 
 RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
@@ -37,7 +38,7 @@ class LocalProcess:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=processes.die_with_parent,
-            pass_fds=pass_fds,
+            pass_fds=(*pass_fds, *inherited(command)),
         )
 
     @property

@@ -21,11 +21,11 @@ class BlockIndex:
     indexed. Without identities this is a pool with reference counts.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, hasher: BlockHasher | None = None):
         self.num_blocks = num_blocks
         self.num_cached = 0
         self.evictions = 0  # total number of blocks
-        self.hasher = BlockHasher()
+        self.hasher = hasher or BlockHasher()
         self._users = [0] * num_blocks
         # popped from the end, so that low numbers are taken first
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -125,6 +125,10 @@ class BlockIndex:
 
     def is_indexed(self, key: bytes) -> bool:
         return key in self._blocks
+
+    def block_of(self, key: bytes) -> int | None:
+        """Return the block with this identity."""
+        return self._blocks.get(key)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest indexed prefix of a chain, without adding a user."""

@@ -3,8 +3,10 @@
 The identity of a block is the keyed 128-bit BLAKE2b hash of the previous block's identity and its token ids;
 the chain begins at a root that depends on the salt. The hash of everything else that the block's keys and
 values depend on (`Context`) is combined with it by exclusive or, so that ids can be hashed before the context
-is known: in the I/O thread, while the request's adapter may still be loading. The hash key is random in each
-process, so a request cannot forge the identity of another's block.
+is known: in the I/O thread, while the request's adapter may still be loading. The hash key is random, so a
+request cannot forge the identity of another's block. It lives as long as the blocks: with a host tier, longer
+than the process. Numbers of a context have a meaning in their process only, whose own random value is
+therefore hashed with them.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ class Context(NamedTuple):
 
 
 class BlockHasher:
-    """Computes identities. Threads may share one: it has no state besides its key."""
+    """Computes identities. Threads may share one: it has no state besides its key.
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+    secret: 32 bytes; None: random.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret or secrets.token_bytes(32)
+        self._process = secrets.token_bytes(16)
 
     def root(self, context: Context) -> bytes:
         """Return the parent of the first block of every chain with this context."""
-        return self._hash(repr(tuple(context)).encode())
+        data = repr(tuple(context)).encode()
+        is_lasting = context == Context(shift=context.shift, salt=context.salt)
+        return self._hash(data if is_lasting else data + self._process)
 
     def chain(self, parent: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
         """Return the identities of consecutive blocks after `parent`.

@@ -15,6 +15,7 @@ import numpy as np
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.prefix_cache import PrefixCache, context_of
 from tridecode.backend.engine.cache.sessions import Held
+from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.schedule.waiting import Admission
@@ -30,9 +31,12 @@ class CacheManager:
     tokens share; NO_RING: one per token. shifts: (S,) int32, added to rotary positions.
     """
 
-    def __init__(self, limits: SchedulerLimits):
-        self.index = BlockIndex(limits.num_blocks)
+    def __init__(self, limits: SchedulerLimits, tier: HostTier | None = None):
+        self.index = BlockIndex(limits.num_blocks, None if tier is None else tier.hasher)
         self.prefixes = PrefixCache(self.index, limits.block_tokens)
+        self.prefixes.tier = self.tier = tier
+        if tier is not None:
+            tier.bind(self.index)
         self.block_tokens = limits.block_tokens
         self.lengths = np.zeros(limits.max_sequences, np.int32)
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
@@ -72,6 +76,9 @@ class CacheManager:
             return Admission.NO_BLOCKS
         if self.prefixes.is_coming(sequence, length // size):
             return Admission.COMING
+        is_alone = row is None and prefix is None
+        if self.tier is not None and is_alone and self.prefixes.is_brought(sequence, blocks, needed):
+            return Admission.COMING
         self.index.share(blocks)  # from now on they are not evicted
         written = blocks if row is not None and row.ring else blocks[length // size :]
         copied = bool(written) and not self.index.is_exclusive(written[-1])
@@ -88,7 +95,7 @@ class CacheManager:
         self._take_slot(sequence, length, blocks + own, shift)
         sequence.group.admitted(length, len(blocks) + copied)
         if prefix is None:
-            self.cached_tokens += length
+            self._count(sequence, length)
         self.prefixes.expect(sequence, length // size)
         if row is not None:
             row.begin(length // size)
@@ -128,14 +135,17 @@ class CacheManager:
             return Admission.NO_BLOCKS
         if self.prefixes.is_coming(first, len(found)):
             return Admission.COMING
+        most = len(beams) * (needed - shared) + shared
+        if self.tier is not None and self.prefixes.is_brought(first, found, most):
+            return Admission.COMING
         self.index.share(found)  # from now on they are not evicted
-        if not self._have(len(beams) * (needed - shared) + shared - len(found)):
+        if not self._have(most - len(found)):
             self.index.release(found)
             return Admission.NO_BLOCKS
         self.reserved += width - len(beams)
         self._take_slot(first, len(found) * size, found + self.index.allocate(needed - len(found)), shift)
         first.group.admitted(len(found) * size, len(found))
-        self.cached_tokens += len(found) * size
+        self._count(first, len(found) * size)
         self.prefixes.expect(first, len(found))
         for beam in others:
             held = first.blocks[:shared]
@@ -143,6 +153,12 @@ class CacheManager:
             self._take_slot(beam, shared * size, held + self.index.allocate(needed - shared), shift)
             beam.mask, beam.num_indexed = first.mask, 0
         return Admission.DONE
+
+    def _count(self, sequence: Sequence, length: int) -> None:
+        """Count the cached tokens of a sequence that is admitted."""
+        self.cached_tokens += length
+        if self.tier is not None:
+            self.tier.admitted(sequence, length)
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """Assign a reserved slot to a new beam, which shares all of its parent's blocks.

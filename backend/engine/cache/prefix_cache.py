@@ -8,9 +8,14 @@ blocks are cleared when they are released.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import Context, masked
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.host_tier.tier import HostTier
 
 
 class PrefixCache:
@@ -20,6 +25,7 @@ class PrefixCache:
 
     def __init__(self, index: BlockIndex, block_tokens: int):
         self._index, self._size = index, block_tokens
+        self.tier: HostTier | None = None
         self._coming: dict[bytes, Sequence] = {}  # identities of blocks that running prompts will write
 
     def find(self, sequence: Sequence, shift: int) -> list[int]:
@@ -49,6 +55,21 @@ class PrefixCache:
             return False
         return self._keys(sequence, found, found + 1)[0] in self._coming
 
+    def is_brought(self, sequence: Sequence, found: list[int], needed: int) -> bool:
+        """Return whether blocks behind the found ones are being copied from the host tier into the cache.
+
+        needed: blocks of the whole sequence.
+        """
+        chain, first = sequence.group.chain, len(found)
+        if self.tier is None or chain is None or not chain.reads or sequence.group.learned is not None:
+            return False
+        last = min(sequence.num_known - 1, _first_needed(sequence)) // self._size
+        if first >= last:
+            return False
+        keys = self._keys(sequence, max(first - 1, 0), last)
+        parent = keys.pop(0) if first else b""
+        return self.tier.brings(sequence, parent, keys, found, needed)
+
     def expect(self, sequence: Sequence, found: int) -> None:
         """Note that an admitted sequence, which has found its first `found` blocks, will write the others of
         its prompt.
@@ -74,7 +95,10 @@ class PrefixCache:
             return self.index_written(sequence, length)
         self._arrive(sequence, keys)
         sequence.num_indexed = full
-        return first, self._index.insert(parent, keys, sequence.blocks[first:full])
+        indexed = self._index.insert(parent, keys, sequence.blocks[first:full])
+        if self.tier is not None:
+            self.tier.offer(parent, keys, indexed)
+        return first, indexed
 
     def leave(self, sequence: Sequence, length: int) -> None:
         """Index the blocks of the first `length` tokens of a sequence that is about to release them."""
@@ -91,6 +115,8 @@ class PrefixCache:
         """
         if sequence.group.chain is not None:
             self._index.forget(sequence.blocks[: sequence.num_indexed])
+            if self.tier is not None:
+                self.tier.forget(self._keys(sequence, 0, sequence.num_indexed))
             self._arrive(sequence, self._keys(sequence, 0, len(sequence.group.chain.keys)))
 
     def _arrive(self, sequence: Sequence, keys: list[bytes]) -> None:

@@ -13,6 +13,7 @@ FasterTransformer's circular cache (memory_max_len of its decoder attention).
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
@@ -33,7 +34,7 @@ _EXPIRY_S = 0.5  # interval between checks for idle sessions
 _MAX_REASONS = 1024
 
 _NOTHING = np.zeros(0, np.int32)
-_ROWS = itertools.count()
+_ROWS, _PROCESS = itertools.count(), secrets.token_hex(8)
 
 
 class Held(NamedTuple):
@@ -62,7 +63,7 @@ class SessionRow:
     peak: int = 0
     context: Context = Context()
     reusable: int = 0
-    salt: str = field(default_factory=lambda: f"session row {next(_ROWS)}")
+    salt: str = field(default_factory=lambda: f"session row {next(_ROWS)} of {_PROCESS}")
 
     def capacity(self, tokens: int) -> int:
         """Return the number of cache positions that a sequence of num_known tokens needs."""

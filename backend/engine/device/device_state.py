@@ -13,6 +13,7 @@ from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.device.file_weights import DTYPES
+from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, prompt_limits
 from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.models.context import Workspace
@@ -64,6 +65,7 @@ class DeviceState:
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )
+        self.host: HostStore | None = None  # set by opening.open_store if there is a host tier
         self.num_blocks = 0
         self.caches: list[CacheLayer] = []
 

@@ -93,6 +93,8 @@ class Engine:
             with torch.inference_mode():
                 for part in parts:
                     part.before()
+            if not plan.num_tokens:
+                return self._without_rows(parts)
         x = self.state.work.hidden[: plan.num_tokens]  # without the rows that pad a graph's batch
         self.ranks.receive(x)
         if not self._replay(plan):
@@ -122,6 +124,11 @@ class Engine:
             self.ranks.raise_if_lost,
             accepted,
         )
+
+    def _without_rows(self, parts: list[PartRun[Any]]) -> Pending:
+        """Return the pending result of a plan that only copies blocks to or from the host tier."""
+        none = torch.zeros(0, dtype=torch.int32)
+        return Pending(self.ranks, none, none.float(), parts)
 
     def _replay(self, plan: StepPlan) -> bool:
         """Run the plan as a CUDA graph, if there is one for it and all its parts allow it."""

@@ -20,6 +20,7 @@ from tridecode.backend.engine.device.memory import check_background
 from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.engine.device.preparation import Progress, build_engine
 from tridecode.backend.engine.device.random_weights import RandomWeights
+from tridecode.backend.engine.host_tier.opening import open_store
 from tridecode.backend.engine.prompt_tables.store import load_tasks, prompt_limits
 from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks
 from tridecode.backend.engine.ranks.peer_memory import join_peers
@@ -42,15 +43,20 @@ def load_engine(
     device: torch.device,
     progress: Progress | None = None,
     phase: Progress = lambda what: None,
+    host_fd: int | None = None,
 ) -> Engine:
     """Return an engine over the weight files of `directory`, ready for its first step. Collective.
 
     config: resolved. progress: called with the name of each tensor. phase: called with the name of each phase
-    as it begins. Raises WeightFileError, ConfigError, UnsupportedError.
+    as it begins. host_fd: memory file of the host tier, if config.host_cache_bytes is not 0; None: a new one.
+    Raises WeightFileError, ConfigError, UnsupportedError.
     """
     dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
     if background_kinds(config):
         check_background(model, config, device)
+    open_host = None
+    if config.host_cache_bytes and config.prefix_cache and config.cache_scope != "none":
+        open_host = partial(open_store, directory=directory, fd=host_fd)
     has_peers = False
     if device.type in PEER_DEVICES and ranks.tensor_size > 1:
         ranks.barrier("the start of the joining of peers")  # a barrier with a time limit and a diagnosis
@@ -61,7 +67,7 @@ def load_engine(
     place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
     if config.weights == "random":
         made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
-        return build_engine(model, config, made, ops, ranks, device, phase=phase)
+        return build_engine(model, config, made, ops, ranks, device, None, phase, open_host)
     mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     phase(f"verifying weights ({config.verify_weights})")
@@ -70,7 +76,7 @@ def load_engine(
     weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
     try:
         others = partial(unrounded_weights, directory, config, ops, device)
-        engine = build_engine(model, config, weights, ops, ranks, device, others, phase)
+        engine = build_engine(model, config, weights, ops, ranks, device, others, phase, open_host)
     finally:
         weights.close()
     phase("loading prompt tables and adapters")

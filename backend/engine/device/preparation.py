@@ -14,6 +14,7 @@ from tridecode.backend.engine.device.cache_size import choose_num_blocks
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.parts.background_run import OpenWeights
+from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.step.plan import StepPlan
@@ -28,6 +29,7 @@ from tridecode.kernels.ops import Ops
 log = logging.getLogger("tridecode.engine")
 
 Progress = Callable[[str], None]
+OpenHost = Callable[[DeviceState], HostStore]
 
 
 def build_engine(
@@ -39,19 +41,22 @@ def build_engine(
     device: torch.device,
     open_weights: OpenWeights | None = None,
     phase: Progress = lambda what: None,
+    open_host: OpenHost | None = None,
 ) -> Engine:
     """Return an engine that is ready for its first step. Collective.
 
     config: resolved. open_weights: see Engine. phase: called with the name of each phase as it begins.
+    open_host: opens this rank's part of the host tier; None: there is none.
     """
     engine = Engine(DeviceState(model, config, weights, ops, ranks, device), open_weights)
-    prepare(engine, phase)
+    prepare(engine, phase, open_host)
     return engine
 
 
-def prepare(engine: Engine, phase: Progress) -> None:
+def prepare(engine: Engine, phase: Progress, open_host: OpenHost | None = None) -> None:
     """Run the phases between loading and the first step, which all ranks begin together: the wait for the
-    others at each has a limit and a diagnosis, which the exchanges within have not."""
+    others at each has a limit and a diagnosis, which the exchanges within have not. open_host: see
+    build_engine."""
     state, ranks = engine.state, engine.ranks
 
     def begin(what: str) -> None:
@@ -62,8 +67,12 @@ def prepare(engine: Engine, phase: Progress) -> None:
         begin("the warm-up")
         _warm_up(engine, phase)
     begin("the allocation of the cache")
+    if open_host is not None:
+        state.host = open_host(state)
     state.num_blocks = ranks.smallest(choose_num_blocks(engine.config, state.block_bytes(), engine.device))
     state.caches = state.allocate_cache(state.num_blocks)
+    if state.host is not None:
+        state.host.use(state.caches)
     if can_capture(engine):
         begin("the capture of CUDA graphs")
         _capture(engine, phase)

@@ -7,6 +7,7 @@ from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.host_copies import HostCopies
 from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
@@ -22,6 +23,7 @@ _PARTS: list[type[StepPart]] = [
     PromptVectors,
     ReturnedLogits,
     TopTokens,
+    HostCopies,
     BeamRows,
 ]
 PARTS = {part.tag: part for part in _PARTS}

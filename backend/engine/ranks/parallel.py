@@ -110,6 +110,12 @@ class SingleRank:
     def smallest(self, value: int) -> int:
         return value
 
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def all_true(self, values: list[bool]) -> list[bool]:
+        return values
+
     def barrier(self, what: str) -> None: ...
 
     def raise_if_lost(self) -> None: ...
@@ -178,6 +184,8 @@ class ProcessRanks:
         self.transport: Transport = Staged(direct) if staged else direct
         if num_stages > 1:
             self._results = dist.new_group([0, self._source], _STEP_LIMIT, "gloo")
+        #: answers of all ranks, exchanged in the threads that run the steps; no other thread may use it
+        self._answers = dist.new_group(list(range(world)), _STEP_LIMIT, "gloo")
         if num_stages > 1 and self.rank == self._source:
             self._outbox = Outbox(self._send_result)
 
@@ -258,6 +266,13 @@ class ProcessRanks:
         Raises PeerLost as `barrier` does.
         """
         return self._meeting.gather("exchanging the handles of memory", data)
+
+    @exchange("the comparison of checksums")
+    def all_true(self, values: list[bool]) -> list[bool]:
+        """Return for each of the values, of which all ranks have equally many, whether it is true on all."""
+        flags = torch.tensor(values, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._answers)
+        return flags.bool().tolist()
 
     def captures(self, x: Tensor) -> bool:
         """Return whether a CUDA graph may sum rows such as x over the tensor ranks."""

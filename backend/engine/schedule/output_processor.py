@@ -37,6 +37,10 @@ class OutputProcessor:
         self._micro_batches = micro_batches
         self._handlers: dict[type[StepPart], Handler] = {BeamRows: self._take_candidates}
 
+    def handle(self, kind: type[StepPart], handler: Handler) -> None:
+        """Pass the results of the parts of a class to a handler."""
+        self._handlers[kind] = handler
+
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Append a step's tokens and end the sequences they end."""
         sampled = plan.sequences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
+from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule import sequence_outputs
 from tridecode.backend.engine.schedule.admission import Counters, SchedulerLimits
@@ -139,7 +140,7 @@ class Planner:
         decodes = self._decode.next_batch()
         chunks, starts = self._prefill.choose(self._prefill_budget(len(decodes) + len(beams)))
         if not (decodes or chunks or beams):
-            return None
+            return None if self.cache.tier is None else self._copies_alone(self.cache.tier)
         rows = []
         if decodes:
             budget = 0
@@ -149,6 +150,10 @@ class Planner:
         if beams:
             rows.append(self.beams.take_rows(beams))
         plan = self._builder.build(rows, self._prefill.take_rows(chunks), chunks, starts)
+        if self.cache.tier is not None:
+            copies = self.cache.tier.take(plan.num_tokens)  # of blocks that earlier plans have written
+            if copies is not None:
+                plan.parts.append(copies)
         for chunk in chunks:
             self.cache.index_written(chunk.sequence)
             self.counters.computed_prompt_tokens += chunk.num_tokens
@@ -157,6 +162,11 @@ class Planner:
         if self.beams.running:  # last: the commit of this part may end a request
             mark_beams(plan)
         return plan
+
+    def _copies_alone(self, tier: HostTier) -> StepPlan | None:
+        """Return a plan without rows that copies blocks to or from the host tier; None if none is due."""
+        copies = tier.take(0, idle=True)
+        return None if copies is None else self._builder.build_empty(copies)
 
     def _prefill_budget(self, num_decodes: int) -> int:
         """Return the number of prompt tokens that a step with `num_decodes` decode rows may have."""

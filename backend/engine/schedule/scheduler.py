@@ -21,7 +21,9 @@ from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.cache.prompt_keys import PromptHasher, PromptKeys
 from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
 from tridecode.backend.engine.grammars.service import Grammars, Start
+from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.parts.adapters import drop_adapters
+from tridecode.backend.engine.parts.host_copies import HostCopies
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
 from tridecode.backend.engine.schedule import resumption
 from tridecode.backend.engine.schedule.admission import (
@@ -64,13 +66,14 @@ class Scheduler:
         adapters: Adapters | None = None,
         prompts: PromptBook | None = None,
         grammars: Grammars | None = None,
+        tier: HostTier | None = None,
     ):
         assert limits.max_step_tokens >= limits.max_sequences
         self.limits, self.clock = limits, clock
         self.counters = Counters()
         self.adapters = Adapters() if adapters is None else adapters
         self.grammars = Grammars() if grammars is None else grammars
-        self.cache = CacheManager(limits)
+        self.cache = CacheManager(limits, tier)
         self.prompt_hasher = PromptHasher(
             self.cache.index.hasher, limits.block_tokens, limits.cache_scope, limits.max_sequence_tokens
         )
@@ -86,6 +89,9 @@ class Scheduler:
         self._outputs = OutputProcessor(
             self.requests, self.planner, self.counters, limits.micro_batches, self.grammars
         )
+        self._tier = tier
+        if tier is not None:
+            self._outputs.handle(HostCopies, lambda parts, found: tier.commit(*parts, found))
         self._arrivals = 0
 
     @property
@@ -109,6 +115,8 @@ class Scheduler:
         """Whether `plan` may have something to do: false while all that is open waits for adapters or
         grammars."""
         adapters, grammars = self.adapters, self.grammars
+        if self._tier is not None and self._tier.has_work:
+            return True
         if adapters.has_news or grammars.has_news:
             return self.has_work
         return self.requests.num_groups > adapters.num_waiting + grammars.num_waiting
@@ -283,6 +291,8 @@ class Scheduler:
             dropped = self.adapters.take_dropped()
             if dropped:
                 drop_adapters(plan, dropped)
+            if self._tier is not None:
+                self._tier.begin_step(plan)
         return plan
 
     def _take_masks(self) -> None:
@@ -315,9 +325,13 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""
+        if self._tier is not None:
+            self._tier.end_step(plan)
         self._outputs.commit(plan, result)
         return self.requests.take_events()
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
         """End the prompts of a step that ran out of memory with the error; compute its decode rows again."""
+        if self._tier is not None:
+            self._tier.abandon(plan)
         self._outputs.abandon(plan, error)

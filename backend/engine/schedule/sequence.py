@@ -151,6 +151,8 @@ class Sequence:
     constraint: Constraint | None = None  # of a sequence that obeys a grammar
     mask: bytes = b""  # of its context (block_keys.py), since its admission
     num_indexed: int = 0  # leading blocks that have an identity
+    fetches: int = 0  # number of times that it waited for blocks of the host tier
+    fetched: int = 0  # blocks that were copied in for it since its last admission
     overtaken: int = 0  # number of sequences behind it that were admitted before it
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.embeddings import PromptVectors, SummedRow, summed_row
 from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.host_copies import HostCopies, empty_plan
 from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.top_tokens import TopTokens
@@ -56,6 +57,11 @@ class StepBuilder:
             parts=parts,
             sequences=rows.sequences,
         )
+
+    def build_empty(self, copies: HostCopies) -> StepPlan:
+        """Return a plan without rows."""
+        self._steps += 1
+        return empty_plan(self._steps, copies)
 
     def _parts(self, rows: Rows, chunks: list[Chunk], num_decodes: int) -> list[StepPart]:
         """Return the parts of features that are known from rows, cache and prompt tables, in the order in

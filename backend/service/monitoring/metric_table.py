@@ -167,6 +167,13 @@ ENGINE_METRICS = {
         "state",
     ),
     "evicted_blocks": _engine("evicted_blocks", COUNTER, "Cached blocks that made room for others"),
+    "host_blocks": _engine("host_blocks", GAUGE, "Blocks of the host tier by state: cached, free", "state"),
+    "host_evicted_blocks": _engine(
+        "host_evicted_blocks", COUNTER, "Blocks of the host tier that made room for others"
+    ),
+    "host_faults": _engine(
+        "host_faults", COUNTER, "Blocks of the host tier with a wrong checksum, which were computed again"
+    ),
     "output_tokens": _engine("output_tokens", COUNTER, "Tokens that the engine generated"),
     "preemptions": _engine(
         "preemptions", COUNTER, "Sequences that gave their cache blocks back and are computed again"

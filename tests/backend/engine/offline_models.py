@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.preparation import build_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
+from tridecode.backend.engine.host_tier.opening import open_store
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.ranks.parallel import SingleRank
 
@@ -35,15 +37,18 @@ def offline_engine(
     device: str = DEVICE,
     keep_logits: bool = True,
     tokenizer_dir: Path | None = None,
+    host_fd: int | None = None,
     **settings,
 ) -> OfflineEngine:
-    """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
+    """Small blocks, small steps and few slots, so that chunks, joins and reuse happen. host_fd: memory file
+    of a host tier."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
     place, config = torch.device(device), model_config(model.config)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
     ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
-    engine = build_engine(config, engine_config, weights, ops, SingleRank(), place)
+    host = None if host_fd is None else partial(open_store, directory=Path("no files"), fd=host_fd)
+    engine = build_engine(config, engine_config, weights, ops, SingleRank(), place, open_host=host)
     return OfflineEngine(engine, keep_logits, tokenizer_dir)
 
 

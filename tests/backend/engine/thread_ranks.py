@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Queue
 from typing import Callable, TypeVar
@@ -133,6 +134,12 @@ class ThreadRanks:
     def smallest(self, value: int) -> int:
         return min(self.meeting.gather("all", self.rank, value))
 
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        return self.meeting.gather("all", self.rank, data)
+
+    def all_true(self, values: list[bool]) -> list[bool]:
+        return [all(row) for row in zip(*self.meeting.gather("all", self.rank, values))]
+
     def barrier(self, what: str) -> None: ...
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
@@ -188,11 +195,13 @@ def on_ranks(
     use: Callable[[OfflineEngine], Result],
     pipelined: bool = False,
     fuses: bool = False,
+    host_fds: Sequence[int] = (),
     **settings,
 ) -> tuple[Result, list[Engine]]:
     """What `use` makes of an engine over tensor x stages ranks, and the ranks' engines.
 
-    pipelined: with a plan in flight for each stage. fuses: see ThreadRanks.
+    pipelined: with a plan in flight for each stage. fuses: see ThreadRanks. host_fds: memory files of the
+    ranks' host tiers, where host_cache_bytes is set; new ones by default.
     """
     cpu, meeting = torch.device("cpu"), Meeting(tensor, stages)
     model = read_model_config(directory)
@@ -206,7 +215,8 @@ def on_ranks(
     def run(rank: int) -> None:
         try:
             ranks = ThreadRanks(meeting, rank, pipelined, fuses)
-            engines[rank] = load_engine(directory, model, resolve(config, model, cpu), ranks, cpu)
+            resolved, host = resolve(config, model, cpu), host_fds[rank] if host_fds else None
+            engines[rank] = load_engine(directory, model, resolved, ranks, cpu, host_fd=host)
             if rank > 0:
                 follow(engines[rank], RankStatus())
         except BaseException as error:  # told to the test's own thread

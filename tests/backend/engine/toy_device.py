@@ -9,6 +9,7 @@ from typing import Callable
 
 import numpy as np
 
+from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
@@ -225,11 +226,11 @@ class Run:
     """A scheduler, the toy device and what came of every request. overlap: the next plan is made while a step
     is in flight; "stages": as for two pipeline stages, with micro-batches."""
 
-    def __init__(self, limits: SchedulerLimits, overlap: bool | str = False):
+    def __init__(self, limits: SchedulerLimits, overlap: bool | str = False, tier: HostTier | None = None):
         if overlap == "stages":
             overlap, limits = False, replace(limits, micro_batches=2)
         self.now = 0.0
-        self.scheduler = Scheduler(limits, lambda: self.now)
+        self.scheduler = Scheduler(limits, lambda: self.now, tier=tier)
         self.device, self.overlap = ToyDevice(limits), overlap
         self.pending: deque[tuple[StepPlan, StepResult]] = deque()
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)

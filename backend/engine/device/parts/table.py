@@ -11,6 +11,7 @@ from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
 from tridecode.backend.engine.device.parts.embeddings import PromptVectorsRun
 from tridecode.backend.engine.device.parts.forks import ForksRun
+from tridecode.backend.engine.device.parts.host_copies import HostCopiesRun
 from tridecode.backend.engine.device.parts.masks import MasksRun
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.prompt_tables import PromptTablesRun
@@ -22,6 +23,7 @@ from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.host_copies import HostCopies
 from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
@@ -37,6 +39,7 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     PromptVectors: PromptVectorsRun,
     ReturnedLogits: LogitsRun,
     TopTokens: TopTokensRun,
+    HostCopies: HostCopiesRun,
     BeamRows: BeamsRun,
 }
 BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}

@@ -1,0 +1,61 @@
+"""Opens a rank's part of the host tier, before its cache is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.host_tier.region import HostRegion, create_file
+from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
+from tridecode.backend.weights.manifest import MANIFEST_FILE
+
+#: settings on which the keys and values of a block depend
+_SETTINGS = (
+    "tensor_para_size", "pipeline_para_size", "data_type", "int8_mode", "int8_head", "weights",
+    "max_sequence_tokens", "block_tokens", "kv_cache_dtype", "batch_invariant",
+)  # fmt: skip
+
+
+def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore:
+    """Return the store of this rank. Collective.
+
+    fd: the memory file that the supervisor owns; None: one of this process, which ends with it.
+    """
+    config, ranks = state.config, state.ranks
+    if fd is None:
+        fd = create_file(config.host_cache_bytes // (config.tensor_para_size * config.pipeline_para_size))
+    region = HostRegion(fd)
+    identity = identity_of(config, state.model_config, directory, ranks.rank, state.device)
+    sizes = [
+        tensor.nbytes for layer in state.allocate_cache(1, torch.device("meta")) for tensor in layer.tensors
+    ]
+    _, slot_bytes = parts_of_slot(sizes)
+    region.lay_out(identity, slot_bytes, ranks.smallest(region.most_slots(slot_bytes)))
+    store = HostStore(region, sizes, state.device)
+    region.keep(ranks.exchange_bytes(region.keys()))
+    return store
+
+
+def identity_of(
+    config: EngineConfig, model: ModelConfig, directory: Path, rank: int, device: torch.device
+) -> bytes:
+    """Return 32 bytes that change with anything on which the contents of blocks depend, besides their ids."""
+    facts = [f"{row.name}={getattr(model, row.name)}" for row in fields(model)]
+    facts += [f"{name}={getattr(config, name)}" for name in _SETTINGS]
+    facts += [f"rank={rank}", f"torch={torch.__version__}", f"device={device.type}"]
+    if config.weights == "files":
+        facts += [_stamp(file) for file in sorted(directory.glob("*")) if file.is_file()]
+        manifest = directory / MANIFEST_FILE
+        facts.append(hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "")
+    return hashlib.sha256("\n".join(facts).encode()).digest()
+
+
+def _stamp(file: Path) -> str:
+    status = file.stat()
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}"

@@ -1,0 +1,321 @@
+"""The scheduler's side of the host tier: which blocks are copied to it, and which come back for a prompt.
+
+Blocks are copied out once they have an identity, not when they are evicted: eviction then costs nothing, and
+what an engine has computed outlives it. A prompt that waits for admission and whose next blocks are in the
+tier stays in the queue until they are in the cache, where its admission finds them; others may overtake it.
+Plans carry the copies to all ranks, whose parts of the tier have the same slots. Host only: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.block_keys import BlockHasher
+from tridecode.backend.engine.host_tier.cost import CopyCost
+from tridecode.backend.engine.host_tier.region import Entry
+from tridecode.backend.engine.parts.host_copies import BlockOut, Copied, HostCopies
+from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.step.plan import StepPlan
+
+#: times that one sequence waits for blocks of the tier; then it is computed
+MOST_FETCHES = 3
+#: blocks that wait to be copied out until one plan takes them: a copy costs the loop two launches per layer
+_BATCH = 16
+#: plans after which fewer blocks are taken
+_PATIENCE = 32
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Blocks that are copied into the cache for a waiting sequence.
+
+    parent: identity of the block before the first one. blocks: of the cache, one for each slot. held: blocks
+    of the cache before them, which must not be evicted meanwhile. issued, landed: numbers of copies.
+    """
+
+    sequence: Sequence
+    parent: bytes
+    keys: list[bytes]
+    slots: list[int]
+    blocks: list[int]
+    held: list[int]
+    issued: int = 0
+    landed: int = 0
+    intact: int = 0
+    failed: bool = False
+
+
+class _Flight(NamedTuple):
+    """A part whose result is not committed. ins: the fetch of each copy into the cache."""
+
+    part: HostCopies
+    ins: list[Fetch]
+
+
+class HostTier:
+    """The blocks in the tier by identity, and the copies in flight. Used by the scheduler's thread only.
+
+    secret: of the hashes, which outlives the engine as the blocks do. entries: the slots that are filled
+    already. most_blocks: copies in one direction of a plan with few tokens. is_ready: whether the memory may
+    be used by now.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        secret: bytes,
+        entries: Items[Entry],
+        block_tokens: int,
+        most_blocks: int,
+        clock: Callable[[], float],
+        is_ready: Callable[[], bool] = lambda: True,
+    ):
+        self.hasher = BlockHasher(secret)
+        self.slots = BlockIndex(num_slots, self.hasher)
+        self.cost = CopyCost(block_tokens)
+        self.index = BlockIndex(0)  # of the cache, see `bind`
+        self.tokens = 0  # total that admitted sequences have found because they were copied in
+        self.faults = 0  # total of blocks with a wrong checksum
+        self._block_tokens, self._most_blocks, self._clock = block_tokens, most_blocks, clock
+        self._is_ready = is_ready
+        self._queued: dict[bytes, tuple[bytes, int]] = {}  # key -> parent, block of the cache
+        self._outgoing: set[bytes] = set()
+        self._bad: dict[bytes, int] = {}  # key -> slot that holds wrong values, until it is filled again
+        self._drops: list[int] = []
+        self._fetches: list[Fetch] = []
+        self._coming: set[bytes] = set()
+        self._flights: dict[int, _Flight] = {}  # by the id of the part
+        self._waited = 0  # plans since blocks were copied out
+        self._began: dict[int, float] = {}  # steps in flight with prompts that are long enough to be timed
+        self._ended = 0.0
+        self._restore(entries)
+
+    def _restore(self, entries: Items[Entry]) -> None:
+        """Index the filled slots: parents first, used in the order in which they were filled."""
+        slots, by_key = self.slots, {entry.key: entry for entry in entries}
+        every = slots.allocate(slots.num_blocks)
+        for entry in entries:
+            chain = [entry]
+            while (parent := by_key.get(chain[-1].parent)) is not None and not slots.is_indexed(parent.key):
+                chain.append(parent)
+            for one in reversed(chain):
+                slots.insert(one.parent, [one.key], [one.slot])
+        for entry in entries:
+            slots.release([entry.slot])
+        filled = {entry.slot for entry in entries}
+        slots.release([slot for slot in reversed(every) if slot not in filled])
+
+    def bind(self, index: BlockIndex) -> None:
+        """Use the index of the cache."""
+        self.index = index
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a plan without rows would have copies."""
+        return bool(self._queued) or bool(self._drops) or any(f.issued < len(f.slots) for f in self._fetches)
+
+    # ------------------------------------------------------------ what the scheduler reports
+
+    def offer(self, parent: bytes, keys: Items[bytes], blocks: Items[int]) -> None:
+        """Queue consecutive blocks, which have just got their identities, to be copied to the tier.
+
+        The plans that write them are launched before the next `take`, or are in the making.
+        """
+        if not self._is_ready():
+            return
+        for key, block in zip(keys, blocks):
+            if key not in self._outgoing and (key in self._bad or not self.slots.is_indexed(key)):
+                self._queued[key] = parent, block
+            parent = key
+
+    def forget(self, keys: Items[bytes]) -> None:
+        """Note that blocks may hold wrong values: those without an identity in the cache lose it here."""
+        for key in keys:
+            if not self.index.is_indexed(key) and (slot := self.slots.block_of(key)) is not None:
+                self._bad[key] = slot
+                self._drops.append(slot)
+
+    def brings(
+        self, sequence: Sequence, parent: bytes, keys: list[bytes], found: list[int], needed: int
+    ) -> bool:
+        """Return whether the next block of a waiting sequence is being copied into the cache; begin that if
+        the tier has it, it pays, and the sequence could be admitted afterwards.
+
+        keys: identities of the blocks behind `found`, its blocks in the cache; parent: of the last of these.
+        needed: blocks of the whole sequence.
+        """
+        if not keys:
+            return False
+        if keys[0] in self._coming:
+            return True
+        if sequence.fetches >= MOST_FETCHES or not self._is_ready():
+            return False
+        slots, index = self._find(keys), self.index
+        if not slots or not self.cost.pays():
+            return False
+        index.share(found)
+        if needed - len(found) > index.num_available:
+            index.release(found)
+            return False
+        index.evict(len(slots) - index.num_free)
+        fetch = Fetch(sequence, parent, keys[: len(slots)], slots, index.allocate(len(slots)), found)
+        self.slots.share(slots)  # neither evicted nor overwritten until they are read
+        self._fetches.append(fetch)
+        self._coming.update(fetch.keys)
+        sequence.fetches += 1
+        return True
+
+    def admitted(self, sequence: Sequence, length: int) -> None:
+        """Count the tokens that came from the tier, for an admitted sequence with `length` cached tokens."""
+        self.tokens += min(sequence.fetched * self._block_tokens, length)
+        sequence.fetched = 0
+
+    def _find(self, keys: list[bytes]) -> list[int]:
+        """Return the slots of the longest prefix of a chain."""
+        found = self.slots.find(keys)
+        for number, key in enumerate(keys[: len(found)] if self._bad else ()):
+            if key in self._bad:
+                return found[:number]
+        return found
+
+    # ------------------------------------------------------------ plans
+
+    def take(self, num_tokens: int, idle: bool = False) -> HostCopies | None:
+        """Return the copies of the next plan, of num_tokens tokens. idle: the plan has nothing else."""
+        limit = max(self._most_blocks, num_tokens // self._block_tokens)
+        part, flight_ins = HostCopies(drops=self._drops), []
+        self._drops = []
+        for fetch in self._fetches:
+            count = min(len(fetch.slots) - fetch.issued, limit - len(part.ins))
+            chosen = slice(fetch.issued, fetch.issued + count)
+            part.ins += zip(fetch.slots[chosen], fetch.blocks[chosen])
+            flight_ins += [fetch] * count
+            fetch.issued += count
+        self._waited += bool(self._queued)
+        if self._queued and (idle or self._copies_now()):
+            part.outs, self._waited = self._next_outs(limit), 0
+        if not (part.outs or part.ins or part.drops):
+            return None
+        self._flights[id(part)] = _Flight(part, flight_ins)
+        return part
+
+    def _copies_now(self) -> bool:
+        """Return whether blocks are copied to the tier beside a step: enough of them wait, or have waited for
+        long, or they could be evicted soon.
+        """
+        waiting = len(self._queued)
+        is_short = self.index.num_available < waiting + 2 * _BATCH
+        return is_short or waiting >= _BATCH or self._waited >= _PATIENCE
+
+    def _next_outs(self, limit: int) -> list[BlockOut]:
+        """Take blocks from the queue and give them slots."""
+        outs: list[BlockOut] = []
+        while self._queued and len(outs) < limit:
+            key = next(iter(self._queued))
+            parent, block = self._queued.pop(key)
+            if self.index.block_of(key) != block:  # evicted, or damaged
+                continue
+            slot = self._slot_for(key)
+            if slot is not None:
+                self.index.share([block])
+                self._outgoing.add(key)
+                outs.append(BlockOut(block, slot, key, parent))
+        return outs
+
+    def _slot_for(self, key: bytes) -> int | None:
+        """Return a slot with a user for a block; None if all others are being copied, or it has one."""
+        slots, slot = self.slots, self.slots.block_of(key)
+        if slot is not None:
+            if key not in self._bad or slots.users(slot):
+                return None
+            slots.share([slot])
+            return slot
+        if not slots.num_free:
+            slots.evict(1)
+        return slots.allocate(1)[0] if slots.num_free else None
+
+    def commit(self, part: HostCopies, copied: Copied) -> None:
+        """Take the result of copies: blocks that came out are found from now on, and those that came in are
+        in the index of the cache."""
+        flight = self._flights.pop(id(part))
+        for out in part.outs:
+            self._end_out(out, self.index.block_of(out.key) == out.block)
+        if part.ins:
+            self.cost.note_copy(len(part.ins), copied.seconds)
+        for fetch, intact in zip(flight.ins, copied.intact):
+            self._land(fetch, intact, fault=not intact)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Note that a plan could not run."""
+        part = plan.part(HostCopies)
+        flight = None if part is None else self._flights.pop(id(part), None)
+        if flight is not None:
+            for out in flight.part.outs:
+                self._end_out(out, False)
+            for fetch in flight.ins:
+                self._land(fetch, False, fault=False)
+
+    def _end_out(self, out: BlockOut, intact: bool) -> None:
+        """Finish a copy to the tier. intact: whether the slot holds what its key says."""
+        self._outgoing.discard(out.key)
+        known = self.slots.block_of(out.key) == out.slot
+        if intact and known:
+            self._bad.pop(out.key, None)
+        elif intact:
+            self.slots.insert(out.parent, [out.key], [out.slot])
+        else:
+            self._drops.append(out.slot)
+        self.slots.release([out.slot])
+        self.index.release([out.block])
+
+    def _land(self, fetch: Fetch, intact: bool, fault: bool) -> None:
+        """Finish the next copy of a fetch. fault: its checksum was wrong."""
+        number, fetch.landed = fetch.landed, fetch.landed + 1
+        key = fetch.keys[number]
+        if fault:
+            self.faults += 1
+            self._bad[key] = fetch.slots[number]
+            self._drops.append(fetch.slots[number])
+        if intact and not fetch.failed:
+            parent = fetch.keys[number - 1] if number else fetch.parent
+            self.index.insert(parent, [key], [fetch.blocks[number]])
+            fetch.intact += 1
+        fetch.failed |= not intact
+        if fetch.landed == fetch.issued and (fetch.failed or fetch.issued == len(fetch.slots)):
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        """Give back what a fetch holds: its blocks stay cached, or become free if they did not arrive."""
+        self._fetches.remove(fetch)
+        self._coming.difference_update(fetch.keys)
+        self.slots.release(fetch.slots)
+        self.index.release([*reversed(fetch.blocks), *reversed(fetch.held)])
+        fetch.sequence.fetched += fetch.intact
+
+    # ------------------------------------------------------------ times
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Note the launch of a step."""
+        if plan.num_tokens > plan.num_decodes:
+            self._began[plan.step] = self._clock()
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Note that the result of a step is there."""
+        now, began = self._clock(), self._began.pop(plan.step, None)
+        if began is not None:
+            self.cost.note_prompt(plan.num_tokens - plan.num_decodes, now - max(began, self._ended))
+        self._ended = now
+
+    def metrics(self) -> dict[str, float]:
+        """Return values for the heartbeat by name."""
+        slots = self.slots
+        return {
+            'host_blocks{state="cached"}': slots.num_blocks - slots.num_free,
+            'host_blocks{state="free"}': slots.num_free,
+            "host_evicted_blocks": slots.evictions,
+            "host_faults": self.faults,
+        }

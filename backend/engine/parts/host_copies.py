@@ -1,0 +1,84 @@
+"""Copies of cache blocks to the host tier and from it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.parts.encoding import read
+from tridecode.backend.engine.step.plan import Commit, StepPart, StepPlan
+
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    outs: list[tuple[_Index, _Index, _Key, _Key]]
+    ins: list[tuple[_Index, _Index]]
+    drops: list[_Index]
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+class BlockOut(NamedTuple):
+    """A block of the cache that is copied to a slot. key, parent: see host_tier/region.py."""
+
+    block: int
+    slot: int
+    key: bytes
+    parent: bytes
+
+
+class Copied(NamedTuple):
+    """The result on all ranks. intact: of each copy from the tier, whether its checksum was right. seconds:
+    time of the copies on rank 0.
+    """
+
+    intact: list[bool]
+    seconds: float
+
+
+@dataclass
+class HostCopies(StepPart):
+    """outs: copied to the host tier. ins: (slot, block) pairs, copied from it. drops: slots to be emptied.
+
+    The blocks are written by no step before the result is committed, and those of `outs` were written by
+    earlier plans. A plan may have this part alone, without rows.
+    """
+
+    tag = "host_copies"
+    outs: list[BlockOut] = field(default_factory=list)
+    ins: list[tuple[int, int]] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+
+    @property
+    def captures(self) -> bool:
+        return True
+
+    def encode(self) -> Any:
+        return _Frame([tuple(out) for out in self.outs], self.ins, self.drops)
+
+    @classmethod
+    def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> HostCopies:
+        found = read(_decoder, data, where)
+        for name, numbers in (
+            ("block", [out[0] for out in found.outs] + [block for _, block in found.ins]),
+            ("slot", [out[1] for out in found.outs] + [slot for slot, _ in found.ins]),
+        ):
+            if len(set(numbers)) != len(numbers):
+                raise TridecodeError(f"{where} names a {name} twice; wanted each at most once")
+        return cls([BlockOut(*out) for out in found.outs], found.ins, found.drops)
+
+    def commit(self, step: Commit, found: Copied) -> None:
+        step.handlers[HostCopies]([self], found)
+
+
+def empty_plan(step: int, part: HostCopies) -> StepPlan:
+    """Return a plan without rows, which only copies."""
+    none, table, starts = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(1, np.int32)
+    return StepPlan(step, none, none, none, table, none, starts, none, none, 0, parts=[part])

@@ -1,0 +1,238 @@
+"""Whole models in fp32 over a cache that is too small, with the host tier and without it: equal tokens, also
+after the engine was killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.engine.offline_models import fp32_bound, offline_engine
+from tests.backend.engine.test_prefix_models import GREEDY, beginnings, computed, in_any_company
+from tests.backend.engine.thread_ranks import on_ranks
+from tests.backend.hf_models import gpt2, llama
+from tests.checkpoints import FAMILIES, save
+from tridecode.backend.configuration.engine_config import CACHE_FORMATS
+from tridecode.backend.engine.host_tier.region import create_file
+from tridecode.backend.engine.host_tier.tier import HostTier
+from tridecode.backend.engine.offline import Generation, OfflineEngine
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+
+SIZE = 8 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = create_file(SIZE)
+    yield fd
+    os.close(fd)
+
+
+def tier_of(offline: OfflineEngine) -> HostTier:
+    tier = offline.scheduler.cache.tier
+    assert tier is not None
+    tier.cost.pays = lambda: True  # type: ignore[method-assign]
+    return tier
+
+
+def flush(offline: OfflineEngine) -> None:
+    """Copy what waits to be copied, as the loop of an idle engine does."""
+    while offline.step() or offline._pending:
+        pass
+
+
+def small_engine(model: torch.nn.Module, memory: int | None, blocks: int = 12, **settings) -> OfflineEngine:
+    """An engine whose cache has this number of blocks."""
+    wide = offline_engine(model, max_sequence_tokens=64, cache_bytes=1 << 20, **settings)
+    size = blocks * wide.engine.state.block_bytes()
+    return offline_engine(model, max_sequence_tokens=64, cache_bytes=size, host_fd=memory, **settings)
+
+
+def assert_same(found: list[list[Generation]], wanted: list[list[Generation]]) -> None:
+    for mine, theirs in zip(found, wanted):
+        assert [one.tokens for one in mine] == [one.tokens for one in theirs]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory: int) -> None:
+    model = FAMILIES[family]()
+    prompts = beginnings(model.config.vocab_size)
+    offline, without = small_engine(model, memory), small_engine(model, None, cache_scope="none")
+    tier = tier_of(offline)
+    found, wanted = in_any_company(offline, prompts), in_any_company(without, prompts)
+    assert_same(found, wanted)
+    for mine, theirs in zip(found, wanted):
+        for one, other in zip(mine, theirs):
+            logits = np.stack(other.logits)
+            assert np.abs(np.stack(one.logits) - logits).max() < 2 * fp32_bound(logits)
+    assert tier.tokens > 0 and tier.faults == 0 and offline.scheduler.cache.index.evictions > 0
+    flush(offline)
+    assert tier.slots.num_available == tier.slots.num_blocks
+    blocks = {key: slot for key, slot in tier.slots._blocks.items()}
+    del offline, tier  # nothing is saved: this is what a kill leaves
+    after = small_engine(model, memory)
+    assert tier_of(after).slots._blocks == blocks
+    before = [after.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert_same([before], [wanted[0]])
+    full = sum((len(prompt) - 1) // 8 for prompt in prompts)
+    assert after.scheduler.cache.cached_tokens == 8 * full, "every full block was there"
+    assert tier_of(after).tokens > 0 and tier_of(after).faults == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
+def test_blocks_of_eight_bits_come_back_with_their_scales(make, format: str, memory: int) -> None:
+    model = make()
+    prompts = beginnings(model.config.vocab_size)
+    offline = small_engine(model, memory, kv_cache_dtype=format)
+    without = small_engine(model, None, kv_cache_dtype=format, cache_scope="none")
+    tier = tier_of(offline)
+    assert_same(in_any_company(offline, prompts), in_any_company(without, prompts))
+    assert tier.tokens > 0 and tier.faults == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+def test_all_ranks_keep_their_parts_of_the_same_blocks(
+    family: str, tensor: int, stages: int, tmp_path: Path
+) -> None:
+    model = FAMILIES[family](**FAMILIES[family].shared)
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
+    prompts = beginnings(model.config.vocab_size)
+    files = [create_file(SIZE) for _ in range(2)]
+
+    def use(offline: OfflineEngine) -> tuple[list[list[Generation]], int, int]:
+        tier = offline.scheduler.cache.tier
+        if tier is not None:
+            tier_of(offline)
+        done = in_any_company(offline, prompts)
+        if tier is not None:
+            flush(offline)
+        return done, computed(offline), 0 if tier is None else tier.tokens
+
+    settings = {"pipelined": True, "host_cache_bytes": 2 * SIZE, "host_fds": files}
+    try:
+        (found, first, _), engines = on_ranks(directory, tensor, stages, use, **settings)
+        (again, later, brought), _ = on_ranks(directory, tensor, stages, use, **settings)
+        (wanted, _, _), _ = on_ranks(directory, tensor, stages, use, pipelined=True, cache_scope="none")
+        keys = [engine.state.host.region.keys() for engine in engines if engine.state.host is not None]
+        assert keys[0] == keys[1] and any(keys[0])
+    finally:
+        for fd in files:
+            os.close(fd)
+    assert_same(found, wanted)
+    assert_same(again, wanted)
+    assert brought > 0 and later < first
+
+
+@torch.inference_mode()
+def test_a_block_that_one_rank_lost_is_found_on_none(tmp_path: Path) -> None:
+    model = FAMILIES["llama"](**FAMILIES["llama"].shared)
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
+    prompt = beginnings(model.config.vocab_size)[0]
+    files = [create_file(SIZE) for _ in range(2)]
+
+    def use(offline: OfflineEngine) -> tuple[list[int], int, int]:
+        tier = tier_of(offline)
+        known = tier.slots.num_blocks - tier.slots.num_free
+        tokens = offline.generate([prompt], GREEDY)[0].tokens
+        flush(offline)
+        return tokens, known, tier.tokens
+
+    try:
+        settings = {"host_cache_bytes": 2 * SIZE, "host_fds": files}
+        (first, _, _), engines = on_ranks(directory, 2, 1, use, **settings)
+        store = engines[1].state.host
+        assert store is not None
+        whole = len(store.region.entries())
+        store.region.clear([store.region.entries()[1].slot])  # the kill came before rank 1 had filled it
+        (again, known, brought), _ = on_ranks(directory, 2, 1, use, **settings)
+    finally:
+        for fd in files:
+            os.close(fd)
+    assert first == again and known == whole - 1 and brought == 8
+
+
+@torch.inference_mode()
+def test_a_changed_byte_is_noticed_and_the_block_computed(memory: int) -> None:
+    model = llama()
+    prompt = beginnings(model.config.vocab_size)[0]
+    offline = small_engine(model, memory)
+    wanted = offline.generate([prompt], GREEDY)[0].tokens
+    flush(offline)
+    store = offline.engine.state.host
+    assert store is not None
+    third = store.region.entries()[2].slot
+    store._slots[third, 17] ^= 4
+    after = small_engine(model, memory)
+    tier = tier_of(after)
+    assert after.generate([prompt], GREEDY)[0].tokens == wanted
+    assert tier.faults == 1 and tier.tokens == 16
+    flush(after)
+    last = small_engine(model, memory)
+    assert last.generate([prompt], GREEDY)[0].tokens == wanted
+    assert tier_of(last).faults == 0 and tier_of(last).tokens == 24, "the block was written again"
+
+
+@torch.inference_mode()
+def test_a_block_half_written_at_a_kill_is_not_seen(memory: int) -> None:
+    model = llama()
+    prompt = beginnings(model.config.vocab_size)[0]
+    offline = small_engine(model, memory)
+    number = offline.submit(prompt, GREEDY)
+    store, tier = offline.engine.state.host, tier_of(offline)
+    assert store is not None
+    store.end = lambda transfer: []  # type: ignore[method-assign]  # the kill comes before it
+    offline.run()
+    flush(offline)
+    assert offline.generations[number].finish == "length" and tier.slots.num_free < tier.slots.num_blocks
+    assert store._slots.any() and not store.region.entries()
+    assert small_engine(model, memory).scheduler.cache.tier.slots.num_free == tier.slots.num_blocks
+
+
+@torch.inference_mode()
+def test_blocks_of_other_weights_settings_or_sizes_are_forgotten(memory: int) -> None:
+    model = llama()
+    prompt = beginnings(model.config.vocab_size)[0]
+    offline = small_engine(model, memory)
+    offline.generate([prompt], GREEDY)
+    flush(offline)
+    assert offline.engine.state.host.region.entries()
+    other = small_engine(model, memory, block_tokens=4, blocks=24)
+    assert not other.engine.state.host.region.entries()
+
+
+@torch.inference_mode()
+def test_an_engine_with_a_tier_that_holds_no_block_runs_without_it() -> None:
+    fd = create_file(4096)
+    try:
+        offline = small_engine(llama(), fd)
+    finally:
+        os.close(fd)
+    assert offline.scheduler.cache.tier is None
+
+
+@torch.inference_mode()
+def test_memory_that_is_not_there_turns_the_tier_off_and_is_said_once(
+    memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tridecode.backend.engine.host_tier.pinning.available_memory", lambda: 1000)
+    model = llama()
+    prompt = beginnings(model.config.vocab_size)[0]
+    with caplog.at_level("WARNING", logger="tridecode.engine"):
+        offline = small_engine(model, memory)
+    offline.generate([prompt], GREEDY)
+    flush(offline)
+    (said,) = [record.getMessage() for record in caplog.records if "host tier" in record.getMessage()]
+    assert "8,384,512 bytes" in said and "1,000 are available" in said and "host_cache_bytes" in said
+    assert not offline.engine.state.host.region.entries()

@@ -1,0 +1,306 @@
+"""The host tier under the scheduler: what comes back, what is held meanwhile, what outlives an engine. The
+toy device shows a wrong block as a wrong token."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.backend.engine.host_device import SECRET, HostMemory, HostRun
+from tests.backend.engine.test_prefix_cache import SHARED, computed
+from tests.backend.engine.toy_device import DOOR, expected, limits
+from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.engine.host_tier.cost import CopyCost
+from tridecode.backend.wire.messages import SamplingParams
+
+LONG = [(7 * i) % 50 for i in range(24)]
+SMALL = limits(num_blocks=10, max_step_tokens=16)
+
+
+class HostMachine(RuleBasedStateMachine):
+    """Requests with common beginnings over a small cache and a small tier: cancelled, preempted, abandoned,
+    their slots damaged, their engine killed, at any time."""
+
+    @initialize(
+        blocks=st.integers(8, 20),
+        slots=st.integers(1, 40),
+        step=st.integers(4, 12),
+        most=st.integers(1, 4),
+        overlap=st.sampled_from([False, True, "stages"]),
+    )
+    def start(self, blocks: int, slots: int, step: int, most: int, overlap: bool | str) -> None:
+        self.sizes = limits(num_blocks=blocks, max_step_tokens=step, max_sequence_tokens=32)
+        self.overlap, self.most = overlap, most
+        self.run = HostRun(self.sizes, HostMemory(slots), overlap, most)
+        self.number = 0
+        self.wanted: dict[int, tuple[list[int], SamplingParams]] = {}
+
+    def submit(self, prompt: list[int], **params) -> None:
+        self.number += 1
+        with contextlib.suppress(RequestError, CapacityError):
+            self.run.submit(self.number, prompt, **params)
+            self.wanted[self.number] = prompt, SamplingParams(**params)
+
+    @rule(
+        shared=st.sampled_from(SHARED),
+        own=st.lists(st.integers(0, 2), max_size=6),
+        count=st.integers(0, 8),
+        samples=st.sampled_from([0, 0, 0, 3]),
+        cache=st.sampled_from(["on", "on", "on", "write", "off"]),
+        salt=st.sampled_from(["", "", "a"]),
+    )
+    def ask(self, shared, own, count, samples, cache, salt) -> None:
+        self.submit(
+            [*shared, *own], max_tokens=count, num_return_sequences=samples, cache=cache, cache_salt=salt
+        )
+
+    @rule(data=st.data(), new=st.lists(st.integers(0, 2), min_size=1, max_size=3), count=st.integers(1, 6))
+    def ask_again(self, data: st.DataObject, new: list[int], count: int) -> None:
+        earlier = [
+            n for n, (_, params) in self.wanted.items() if params.num_slots == 1 and self.run.ends[n, 0]
+        ]
+        if earlier:
+            number = data.draw(st.sampled_from(earlier))
+            self.submit([*self.wanted[number][0], *self.run.tokens[number, 0], *new], max_tokens=count)
+
+    @rule(shared=st.sampled_from(SHARED), width=st.integers(2, 3), count=st.integers(1, 5))
+    def search(self, shared: list[int], width: int, count: int) -> None:
+        self.submit([*shared, 5], max_tokens=count, beam_width=width)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.run.scheduler.cancel(DOOR, data.draw(st.integers(1, self.number + 1)))
+        self.run.take(self.run.scheduler.take_events())
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run.step()
+
+    @rule()
+    def flush(self) -> None:
+        self.run.finish()
+
+    @rule()
+    def run_out_of_memory(self) -> None:
+        if self.run.scheduler.limits.micro_batches > 1:  # ranks that wait for each other end instead
+            return
+        plan = self.run.scheduler.plan()
+        if plan is not None:
+            self.run.scheduler.abandon(plan, CapacityError("no memory"))
+        self.run.take(self.run.scheduler.take_events())
+
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        memory = self.run.memory
+        if memory.filled:
+            memory.damaged.add(data.draw(st.sampled_from(sorted(memory.filled))))
+
+    @rule()
+    def kill(self) -> None:
+        """The next engine finds what the last one has left, and gets the open requests again."""
+        self.check_ends()
+        ended = self.run
+        again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
+        self.run = HostRun(self.sizes, ended.memory, self.overlap, self.most)
+        self.run.tier.faults = ended.tier.faults
+        wanted, self.wanted = self.wanted, {}
+        for number in again:
+            prompt, params = wanted[number]
+            self.run.submit(
+                number, prompt, **{name: getattr(params, name) for name in params.__struct_fields__}
+            )
+            self.wanted[number] = prompt, params
+
+    def sequences(self, number: int) -> range:
+        return range(self.wanted[number][1].num_sequences)
+
+    @invariant()
+    def users_are_counted(self) -> None:
+        if hasattr(self, "run"):
+            self.run.check_holders()
+            self.run.check_tier()
+
+    def check_ends(self) -> None:
+        for number, (prompt, params) in self.wanted.items():
+            for i in self.sequences(number):
+                for end in self.run.ends[number, i]:
+                    if params.beam_width == 1 and end.finish not in ("error", "cancelled"):
+                        answer = expected(prompt, params.max_tokens, params.end_id, params.seed + i)
+                        assert self.run.tokens[number, i] == answer
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        self.run.finish()
+        self.check_ends()
+        for number in self.wanted:
+            assert all(len(self.run.ends[number, i]) == 1 for i in self.sequences(number))
+
+
+TestHostTier = HostMachine.TestCase
+TestHostTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def ask(run: HostRun, number: int, prompt: list[int], count: int = 2) -> list[int]:
+    run.submit(number, prompt, max_tokens=count)
+    run.finish()
+    assert run.tokens[number, 0] == expected(prompt, count)
+    return run.tokens[number, 0]
+
+
+def fill_cache(run: HostRun) -> None:
+    """Evict everything that earlier requests have left."""
+    for number in range(4):
+        ask(run, 100 + len(run.ends), [number + 40] * 30)
+
+
+def test_evicted_blocks_come_back_from_the_tier() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    fill_cache(run)
+    before = computed(run)
+    ask(run, 2, LONG)
+    assert computed(run) - before == 4, "only the last block of 4 tokens is computed"
+    assert run.tier.tokens == 20 and run.tier.faults == 0
+
+
+def test_an_engine_that_was_killed_leaves_its_blocks_to_the_next_one() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    after = HostRun(SMALL, run.memory)
+    ask(after, 2, LONG)
+    assert computed(after) == 4 and after.tier.tokens == 20
+
+
+def test_another_secret_finds_nothing() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    assert run.tier.hasher._secret == SECRET
+    run.memory.filled = {
+        slot: (replace_key(entry), ids, shifts) for slot, (entry, ids, shifts) in run.memory.filled.items()
+    }
+    after = HostRun(SMALL, run.memory)
+    ask(after, 2, LONG)
+    assert computed(after) == len(LONG)
+
+
+def replace_key(entry):
+    flipped = bytes(byte ^ 1 for byte in entry.key)
+    return entry._replace(key=flipped)
+
+
+def test_a_damaged_block_is_computed_and_counted_and_replaced() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    fill_cache(run)
+    slot = run.memory.entries()[2].slot  # the third block of LONG
+    run.memory.damaged.add(slot)
+    before = computed(run)
+    ask(run, 2, LONG)
+    assert run.tier.faults == 1 and computed(run) - before == len(LONG) - 8
+    fill_cache(run)
+    before = computed(run)
+    ask(run, 3, LONG)
+    assert run.tier.faults == 1 and computed(run) - before == 4, "the slot was filled again"
+
+
+def test_a_damaged_block_is_not_found_by_the_next_engine() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    run.memory.damaged.add(run.memory.entries()[0].slot)
+    after = HostRun(SMALL, run.memory)
+    ask(after, 2, LONG)
+    assert after.tier.faults == 1 and computed(after) == len(LONG)
+
+
+def test_neighbours_run_while_blocks_come_back() -> None:
+    """A prompt of six blocks comes back one block a plan; a request behind it is answered meanwhile."""
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100), most_blocks=1)
+    ask(run, 1, LONG)
+    for number in range(900, 906):
+        ask(run, number, [number % 50] * 30)
+    run.submit(2, LONG, max_tokens=2)
+    run.submit(3, [3, 3], max_tokens=2)
+    while not run.ends[3, 0]:
+        run.step()
+    assert not run.tokens[2, 0]
+    run.finish()
+    assert run.tokens[2, 0] == expected(LONG, 2) and run.tokens[3, 0] == expected([3, 3], 2)
+
+
+def test_a_preempted_sequence_gets_its_blocks_back() -> None:
+    """Two sequences that need 8 blocks each share 10: without the tier one computes its output again."""
+    sizes = limits(num_blocks=10)
+    counts = {}
+    for slots in (1, 100):
+        run = HostRun(sizes, HostMemory(slots))
+        run.submit(1, [1] * 8, max_tokens=24)
+        run.submit(2, [2] * 8, max_tokens=24)
+        run.finish()
+        assert run.scheduler.counters.preemptions > 0
+        assert run.tokens[1, 0] == expected([1] * 8, 24) and run.tokens[2, 0] == expected([2] * 8, 24)
+        counts[slots] = computed(run)
+    assert counts[100] < counts[1]
+
+
+def test_a_full_tier_evicts_what_was_used_longest_ago() -> None:
+    run = HostRun(limits(num_blocks=8, max_step_tokens=16), HostMemory(8))
+    ask(run, 1, LONG)
+    for number in range(5):
+        ask(run, 10 + number, [number] * 12)
+    assert run.tier.slots.evictions > 0
+    assert run.tier.slots.num_blocks == 8 and len(run.memory.filled) <= 8
+
+
+def test_nothing_is_copied_before_the_memory_is_ready() -> None:
+    run, ready = HostRun(SMALL, HostMemory(100)), False
+    run.tier._is_ready = lambda: ready
+    ask(run, 1, LONG)
+    assert not run.memory.filled and not run.tier.has_work
+    ready = True
+    ask(run, 2, LONG)
+    ask(run, 3, [9] * 12)
+    assert run.memory.filled
+
+
+def test_blocks_of_failed_logits_leave_the_tier() -> None:
+    """Its prompt was copied to the tier before its logits turned out to be broken."""
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100), overlap=True)
+    run.submit(1, LONG, max_tokens=8)
+    while not run.memory.filled:
+        run.step()
+    plan, result = run.pending.pop()
+    result.tokens[:] = -1
+    run.pending.append((plan, result))
+    run.finish()
+    assert run.ends[1, 0][0].finish == "error"
+    run.flush()
+    assert not any(key not in run.tier._bad for key in run.tier.slots._blocks)
+    ask(run, 2, LONG)
+
+
+def test_copies_stop_where_computing_is_faster() -> None:
+    cost = CopyCost(block_tokens=32)
+    assert cost.pays(), "nothing is measured yet"
+    cost.note_copy(10, 1.0)
+    cost.note_prompt(16, 100.0)  # too short to say what a token costs
+    assert cost.pays()
+    cost.note_prompt(1000, 1.0)
+    refused = [cost.pays() for _ in range(64)]
+    assert 0 < sum(refused) < 4, "it tries again from time to time"
+    for _ in range(20):
+        cost.note_copy(10, 0.01)
+    assert cost.pays()
+
+
+@pytest.mark.parametrize("scope", ["none", "all"])
+def test_a_scope_of_none_leaves_the_tier_empty(scope: str) -> None:
+    run = HostRun(replace(SMALL, cache_scope=scope), HostMemory(100))
+    ask(run, 1, LONG)
+    assert bool(run.memory.filled) == (scope == "all")
