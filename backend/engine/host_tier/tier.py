@@ -204,7 +204,7 @@ class HostTier:
         return part
 
     def _copies_now(self) -> bool:
-        """Return whether blocks are copied to the tier beside a step: enough of them wait, or have waited for
+        """Return whether a plan with rows copies blocks to the tier: enough of them wait, or have waited for
         long, or they could be evicted soon.
         """
         waiting = len(self._queued)

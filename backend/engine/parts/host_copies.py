@@ -61,7 +61,7 @@ class HostCopies(StepPart):
         return True
 
     def encode(self) -> Any:
-        return _Frame([tuple(out) for out in self.outs], self.ins, self.drops)
+        return _Frame([(*out,) for out in self.outs], self.ins, self.drops)
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> HostCopies:

@@ -269,7 +269,7 @@ class ProcessRanks:
 
     @exchange("the comparison of checksums")
     def all_true(self, values: list[bool]) -> list[bool]:
-        """Return for each of the values, of which all ranks have equally many, whether it is true on all."""
+        """Return for each value whether it is true on all ranks, which have the same number of values."""
         flags = torch.tensor(values, dtype=torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._answers)
         return flags.bool().tolist()

@@ -91,7 +91,7 @@ class Scheduler:
         )
         self._tier = tier
         if tier is not None:
-            self._outputs.handle(HostCopies, lambda parts, found: tier.commit(*parts, found))
+            self._outputs.handle(HostCopies, lambda parts, found: tier.commit(parts[0], found))
         self._arrivals = 0
 
     @property
@@ -287,7 +287,7 @@ class Scheduler:
             self.planner.wait(group.sequences[0])
         self.sessions.expire()
         plan = self.planner.plan(extra_outputs=self.requests.num_extra_outputs > 0)
-        if plan is not None:
+        if plan is not None and plan.num_tokens:
             dropped = self.adapters.take_dropped()
             if dropped:
                 drop_adapters(plan, dropped)

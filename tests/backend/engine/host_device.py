@@ -18,7 +18,7 @@ SECRET = bytes(range(32))
 
 
 class HostMemory:
-    """What outlives an engine: by slot its identity, that of its parent, token ids and their shifts."""
+    """The memory that outlives an engine: by slot its entry, token ids and their shifts."""
 
     def __init__(self, num_slots: int):
         self.num_slots, self.serial = num_slots, 0

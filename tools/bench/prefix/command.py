@@ -27,7 +27,7 @@ def prefix(
         str,
         typer.Option(
             help="conversations; prefixes: groups of 16 with a beginning each; long: one prompt again and "
-            "again; mix: chats without hits."
+            "again; swap: four in turn; mix: chats without hits."
         ),
     ] = "conversations",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
@@ -38,6 +38,7 @@ def prefix(
     cache_bytes: Annotated[
         Optional[int], typer.Option(min=1, help="Bytes of the KV cache; default: as in config.pbtxt.")
     ] = None,
+    host_cache_bytes: Annotated[int, typer.Option(min=0, help="Bytes of the host tier; 0: none.")] = 0,
     tp: Tp = 1,
     kv_cache_dtype: CacheDtype = "auto",
     quantization: Quantization = None,
@@ -67,6 +68,6 @@ def prefix(
     job = prefix_job(
         plan, preset, model, dtype, device=device, batches=(slots,), tensor_para_size=tp,
         kv_cache_dtype=kv_cache_dtype, quantization=quantization or "", int8_head=int8_head,
-        cache_bytes=cache_bytes,
+        cache_bytes=cache_bytes, host_cache_bytes=host_cache_bytes,
     )  # fmt: skip
     run_prefix(plan, job, output)

@@ -85,6 +85,9 @@ class Player:
 
     def __init__(self, engine: Engine):
         self.engine, self.scheduler = engine, make_scheduler(engine)
+        if engine.state.host is not None:
+            engine.state.host.pinning.start()
+            engine.state.host.pinning.join()
 
     def play(self, traffic: Traffic, use: str, salt: str) -> Played:
         """Return the figures of a load. use: SamplingParams.cache. salt: separates it from other runs."""
@@ -94,6 +97,7 @@ class Player:
         loop = DecodeLoop(self.engine, scheduler, cast(DoorSocket, doors), RankStatus())
         doors.loop = loop
         computed, cached = scheduler.counters.computed_prompt_tokens, scheduler.cache.cached_tokens
+        host = 0 if scheduler.cache.tier is None else scheduler.cache.tier.tokens
         doors.begin()
         began = time.perf_counter()
         loop.run()
@@ -101,4 +105,6 @@ class Player:
         played.seconds = time.perf_counter() - began
         played.computed = scheduler.counters.computed_prompt_tokens - computed
         played.cached = scheduler.cache.cached_tokens - cached
+        tier = scheduler.cache.tier
+        played.host = 0 if tier is None else tier.tokens - host
         return played

@@ -17,7 +17,10 @@ _GROUP = 16
 #: prompts of `long`: the first one is computed, the others find all full blocks of it
 _LONG_TURNS, _LONG_ANSWER = 6, 2
 
-LOADS = ("conversations", "prefixes", "long", "mix")
+#: prompts that take turns in `swap`: with a cache that holds fewer, each comes from the host tier
+_SWAPPED = 4
+
+LOADS = ("conversations", "prefixes", "long", "swap", "mix")
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,24 @@ class Turn:
 class Conversation:
     """Requests that follow each other; a prompt is the last one, its answer and the ids of the turn.
 
-    known: leading tokens of the first prompt that an earlier request of the load has. repeats: whether each
-    prompt is the first one again, without the answers.
+    known: leading tokens of the first prompt that an earlier request of the load has. cycle: 0, or the number
+    of prompts that come again and again, each without any answer.
     """
 
     turns: Sequence[Turn]
     known: int = 0
-    repeats: bool = False
+    cycle: int = 0
     history: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def prompt(self, number: int) -> np.ndarray:
         """Return the prompt of a turn, whose predecessors have been answered."""
-        if number and self.repeats:
-            return self.history
+        if self.cycle:
+            return self.turns[number].ids
         self.history = np.concatenate([self.history, self.turns[number].ids])
         return self.history
 
     def answered(self, tokens: Sequence[int]) -> None:
-        if not self.repeats:
+        if not self.cycle:
             self.history = np.concatenate([self.history, np.asarray(tokens, np.int32)])
 
 
@@ -73,10 +76,9 @@ class Traffic:
         for one in self.conversations:
             known = length = 0
             for number, turn in enumerate(one.turns):
-                if number == 0:
-                    known, length = one.known, len(turn.ids)
-                elif one.repeats:
-                    known = length
+                if number == 0 or one.cycle:
+                    length = len(turn.ids)
+                    known = one.known if number == 0 else length if number >= one.cycle else 0
                 else:
                     known = length + one.turns[number - 1].answer - 1
                     length = known + 1 + len(turn.ids)
@@ -99,9 +101,10 @@ def make_traffic(
         prompts, outputs = mix_requests(vocab_size, conversations, seed)
         single = [Turn(np.asarray(p, np.int32), n) for p, n in zip(prompts, outputs)]
         return _traffic([Conversation([one]) for one in single])
-    if load == "long":
-        long = [Turn(ids(common), _LONG_ANSWER)] + [Turn(ids(0), _LONG_ANSWER)] * (_LONG_TURNS - 1)
-        return _traffic([Conversation(long, repeats=True)])
+    if load in ("long", "swap"):
+        cycle = 1 if load == "long" else _SWAPPED
+        long = [Turn(ids(common), _LONG_ANSWER) for _ in range(cycle)] * _LONG_TURNS
+        return _traffic([Conversation(long, cycle=cycle)])
     if load not in LOADS:
         raise ConfigError(f"--load is {load!r}; wanted one of {', '.join(LOADS)}")
     messages = _lengths(random, conversations * rounds, _MESSAGE).reshape(conversations, rounds)
@@ -120,7 +123,7 @@ def make_traffic(
 def _traffic(conversations: list[Conversation]) -> Traffic:
     longest = max(
         len(one.turns[0].ids) + one.turns[0].answer
-        if one.repeats
+        if one.cycle
         else sum(len(turn.ids) + turn.answer for turn in one.turns)
         for one in conversations
     )
