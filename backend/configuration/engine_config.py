@@ -30,6 +30,9 @@ def _one_of(*values: str) -> Accepted:
 _COUNT = Accepted("1 or more", lambda value: value >= 1)
 _SOME = Accepted("0 or more", lambda value: value >= 0)
 _CHOSEN = Accepted("1 or more, or auto", lambda value: value is None or value >= 1)
+_HOST_BYTES = Accepted(
+    "0, or 1048576 (1 MiB) to 2**50", lambda value: value == 0 or 1 << 20 <= value <= 1 << 50
+)
 _SECONDS = Accepted("more than 0 seconds", lambda value: value > 0)
 _DEVICES = Accepted(
     "numbers separated by commas, as in 0,1, or auto",
@@ -153,7 +156,7 @@ class EngineConfig:
         0,
         "bytes of host memory, for all ranks of a node, in which blocks of the prefix cache outlive their "
         "eviction and the engine (docs/guides/prefix_cache.md); 0: none",
-        _SOME,
+        _HOST_BYTES,
     )
     lora_path: str = setting(
         "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"

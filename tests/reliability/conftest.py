@@ -11,4 +11,4 @@ from tests.reliability.service import build_repository
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory) -> Path:
-    return build_repository(tmp_path_factory.mktemp("reliability"))
+    return build_repository(tmp_path_factory.mktemp("reliability"), host_cache_bytes=32 << 20)

@@ -685,7 +685,7 @@ def main() -> None:
     if arguments.only:
         faults = [fault for fault in faults if any(fault.name.startswith(only) for only in arguments.only)]
     with tempfile.TemporaryDirectory(prefix="tdrelrepo") as folder:
-        repository = build_repository(Path(folder), arguments.ranks)
+        repository = build_repository(Path(folder), arguments.ranks, host_cache_bytes=32 << 20)
         strikes = Range(repository, arguments.seed, arguments.streams)
         try:
             for fault in faults:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.device_state import DeviceState
@@ -25,11 +26,18 @@ _SETTINGS = (
 def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore:
     """Return the store of this rank. Collective.
 
-    fd: the memory file that the supervisor owns; None: one of this process, which ends with it.
+    fd: the memory file that the supervisor owns; None: one of this process, which ends with it. Raises
+    ConfigError if there can be none.
     """
     config, ranks = state.config, state.ranks
     if fd is None:
-        fd = create_file(config.host_cache_bytes // (config.tensor_para_size * config.pipeline_para_size))
+        size = config.host_cache_bytes // (config.tensor_para_size * config.pipeline_para_size)
+        try:
+            fd = create_file(size)
+        except OSError as error:
+            raise ConfigError(
+                f"no memory file of {size:,} bytes (host_cache_bytes in config.pbtxt): {error}"
+            ) from None
     region = HostRegion(fd)
     identity = identity_of(config, state.model_config, directory, ranks.rank, state.device)
     sizes = [

@@ -85,6 +85,8 @@ class HostRegion:
         another size or number, are forgotten. identity: 32 bytes. num_slots: the same on all ranks.
         """
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        if not num_slots:
+            return
         self._table = np.frombuffer(self.data, _ENTRY, self.num_slots, _PAGE)
         table_end = _PAGE + self.num_slots * _ENTRY.itemsize
         self.start = -(-table_end // _ALIGN) * _ALIGN
@@ -94,8 +96,7 @@ class HostRegion:
             self._table["state"] = 0
             header["identity"] = np.void(identity)
             header["slot_bytes"], header["num_slots"] = slot_bytes, self.num_slots
-        if self.num_slots:
-            self._serial = int(self._table["serial"].max())
+        self._serial = int(self._table["serial"].max())
 
     def entries(self) -> list[Entry]:
         """Return the filled slots, in the order in which they were filled."""

@@ -121,9 +121,7 @@ def test_blocks_return_bit_by_bit_at_the_rate_of_a_pinned_copy(capsys: pytest.Ca
         plain = 8 * host.nbytes / (time.perf_counter() - began)
         rate = count * store.region.slot_bytes / min(times)
         with capsys.disabled():
-            print(
-                f"\nhost tier in: {rate / 1e9:.1f} GB/s, a pinned copy {plain / 1e9:.1f} GB/s: {rate / plain:.3f}"
-            )
+            print(f"\nhost tier in: {rate / 1e9:.1f} GB/s; a pinned copy: {plain / 1e9:.1f} GB/s")
         assert rate > 0.6 * plain  # the bar is 0.85; a shared machine is noisy
     finally:
         os.close(fd)
