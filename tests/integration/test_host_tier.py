@@ -26,9 +26,7 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     folder: Path = tmp_path_factory.mktemp("tier")
-    repository = build_repository(
-        folder, request.param, host_cache_bytes=64 << 20, tensor_para_size=request.param
-    )
+    repository = build_repository(folder, request.param, host_cache_bytes=64 << 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIDECODE_RUNTIME_DIR", str(folder / "run"))
         server = ServerProcess(repository, folder / "serve.log", drain_s=5.0)

@@ -23,6 +23,8 @@ from tridecode.backend.engine.step.plan import StepPlan
 
 #: times that one sequence waits for blocks of the tier; then it is computed
 MOST_FETCHES = 3
+#: parent of the first block of a chain
+FIRST = bytes(16)
 #: blocks that wait to be copied out until one plan takes them: a copy costs the loop two launches per layer
 _BATCH = 16
 #: plans after which fewer blocks are taken
@@ -127,6 +129,7 @@ class HostTier:
         """
         if not self._is_ready():
             return
+        parent = parent or FIRST
         for key, block in zip(keys, blocks):
             if key not in self._outgoing and (key in self._bad or not self.slots.is_indexed(key)):
                 self._queued[key] = parent, block

@@ -10,8 +10,9 @@ import numpy as np
 from tests.backend.engine.toy_device import Run, ToyDevice
 from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.engine.host_tier.tier import HostTier
-from tridecode.backend.engine.parts.host_copies import Copied, HostCopies
+from tridecode.backend.engine.parts.host_copies import Copied, HostCopies, empty_plan
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.step import plan_frame
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 SECRET = bytes(range(32))
@@ -38,6 +39,9 @@ class HostDevice(ToyDevice):
 
     def run(self, plan: StepPlan) -> StepResult:
         part = plan.part(HostCopies)
+        if part is not None:
+            frame = plan_frame.decode(plan_frame.encode(empty_plan(plan.step, part)))
+            assert frame.parts == [part], "another rank gets other copies"
         copied = None if part is None else self._copies(part)
         rest = replace(plan, parts=[one for one in plan.parts if one is not part])
         result = StepResult(np.zeros(0, np.int32), np.zeros(0, np.float32))
