@@ -50,10 +50,14 @@ def read_response_format(where: str, value: Any) -> Output:
     if kind is None:
         raise FieldError(where, f'is {shown(value)}; wanted a JSON object, as {{"type": "json_object"}}')
     if kind == "text":
+        _check_keys(where, value, ("type",))
         return None
-    if kind == "json_object":
-        return StructuredOutput("json")
+    if kind == "json_object":  # instructor and others add a schema
+        _check_keys(where, value, ("type", "schema"))
+        schema = value.get("schema")
+        return StructuredOutput("json") if schema is None else _schema(f"{where}.schema", schema)
     if kind == "json_schema":
+        _check_keys(where, value, ("type", "json_schema"))
         return _schema_format(f"{where}.json_schema", value.get("json_schema"))
     if kind == "structural_tag":
         return _tag(where, {key: inner for key, inner in value.items() if key != "type"})
@@ -63,6 +67,7 @@ def read_response_format(where: str, value: Any) -> Output:
 def _schema_format(where: str, value: Any) -> StructuredOutput:
     if not isinstance(value, Mapping):
         raise FieldError(where, f"is {shown(value)}; wanted a JSON object with name and schema")
+    _check_keys(where, value, ("name", "description", "schema", "strict"))
     for name, kind, words in (("name", str, "a text"), ("description", str, "a text"),
                               ("strict", bool, "true or false")):  # fmt: skip
         inner = value.get(name)
@@ -73,6 +78,12 @@ def _schema_format(where: str, value: Any) -> StructuredOutput:
         found = "missing" if schema is None else shown(schema)
         raise FieldError(f"{where}.schema", f"is {found}; wanted a JSON schema")
     return StructuredOutput("json_schema", _json(where, schema))
+
+
+def _check_keys(where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        raise FieldError(where, f"has the unknown key {shown(unknown)}; wanted {', '.join(known)}")
 
 
 def read_structured_outputs(where: str, value: Any) -> Output:

@@ -35,6 +35,9 @@ OPENAI = _ways(
     },
 )
 _NODE = ("node", "{scripts}/openai_calls.cjs", "{folder}", "{openai}", "{model}", "{prompt}", "{tokens}")
+#: its answer is read from JSON of a schema, so it is not a text of the server
+_FORM: dict[str, object] = {"answers": False, "shows": _PARIS}
+OPENAI += _ways("openai (Python)", "openai_calls.py", "openai", {"parse": CHAT}, **_FORM)
 OPENAI_NODE = [
     Program("openai (npm)", f"`{way}`", (*_NODE, way), "openai-npm", route=route, answers=True)
     for way, route in {
@@ -46,13 +49,14 @@ OPENAI_NODE = [
 ]
 
 #: tools=... : its answer is read from a call, so it is not a text of the server
-_TOOLS = {"url": "{tools}", "answers": False, "shows": _PARIS}
+_TOOLS = {"url": "{tools}", **_FORM}
 _LANGCHAIN = ("LangChain ChatOpenAI", "langchain_openai_calls.py", "langchain-openai")
 _PYDANTIC = ("pydantic-ai", "pydantic_ai_calls.py", "pydantic-ai")
 LIBRARIES = [
     *_ways("LangChain OpenAI", *_LANGCHAIN[1:], {"OpenAI.invoke": COMPLETIONS, "OpenAI.stream": COMPLETIONS}),
     *_ways(*_LANGCHAIN, {"invoke": CHAT, "astream": CHAT}),
     *_ways(*_LANGCHAIN, {"bind_tools": CHAT}, **_TOOLS),
+    *_ways(*_LANGCHAIN, {"with_structured_output": CHAT}, **_FORM),
     *_ways(
         "LlamaIndex OpenAILike",
         "llama_index_openai_calls.py",
@@ -71,8 +75,10 @@ LIBRARIES = [
         },
     ),
     *_ways("instructor", "instructor_calls.py", "instructor", {"TOOLS": CHAT}, **_TOOLS),
+    *_ways("instructor", "instructor_calls.py", "instructor", {"JSON_SCHEMA": CHAT}, **_FORM),
     *_ways(*_PYDANTIC, {"run_sync": CHAT, "run_stream": CHAT}),
     *_ways(*_PYDANTIC, {"output_type": CHAT}, **_TOOLS),
+    *_ways(*_PYDANTIC, {"NativeOutput": CHAT}, **_FORM),
 ]
 
 #: --endpoint-type, route, whether answers stream

@@ -61,6 +61,7 @@ FIELDS: list[tuple[dict[str, Any], StructuredOutput | None]] = [
     ({}, None),
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, StructuredOutput("json")),
+    ({"response_format": {"type": "json_object", "schema": DEPTH}}, SCHEMA),
     ({"response_format": JSON_FORMAT}, SCHEMA),
     ({"response_format": {"type": "structural_tag", **TAG}}, TAG_OUTPUT),
     ({"structural_tag": json.dumps(TAG)}, TAG_OUTPUT),
@@ -140,6 +141,10 @@ def test_tools_that_the_model_may_leave_are_constrained_where_they_are_strict(
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {}}, "response_format", "wanted a JSON object, as"),
     ({"response_format": {"type": "xml"}}, "response_format.type", 'is "xml"; wanted text, json_object'),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format",
+     'has the unknown key "json_schema"; wanted type, schema'),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "srict": True}}},
+     "response_format.json_schema", 'has the unknown key "srict"; wanted name, description, schema, strict'),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "wanted a JSON object"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
      "response_format.json_schema.schema", "is missing; wanted a JSON schema"),

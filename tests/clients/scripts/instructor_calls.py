@@ -10,7 +10,7 @@ from pydantic import BaseModel
 url, model, prompt, tokens, way = sys.argv[1:]
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):  # else a small model adds fields without end
     """The place whose weather is wanted."""
 
     city: str

@@ -5,10 +5,19 @@ import json
 import sys
 
 import openai
+from pydantic import BaseModel
 
 url, model, prompt, tokens, way = sys.argv[1:]
 WANTED = {"model": model, "max_tokens": int(tokens), "temperature": 0}
 MESSAGES = [{"role": "user", "content": prompt}]
+
+
+class Weather(BaseModel):
+    """The place whose weather is wanted."""
+
+    city: str
+
+
 client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
 
@@ -84,12 +93,24 @@ def errors_models_and_embeddings() -> str:
     return raw.parse().choices[0].text
 
 
+def parse() -> str:
+    """An answer of a form, whole and streamed."""
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    settings = {"model": model, "messages": question, "temperature": 0, "max_tokens": 64}
+    found = client.chat.completions.parse(response_format=Weather, **settings).choices[0].message.parsed
+    with client.chat.completions.stream(response_format=Weather, **settings) as stream:
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    assert streamed == found
+    return found.city
+
+
 WAYS = {
     "completions": completion,
     "completions, stream": completion_stream,
     "chat": chat,
     "chat, stream": chat_stream,
     "AsyncOpenAI": asynchronous,
+    "parse": parse,
     "models, errors, raw response": errors_models_and_embeddings,
 }
 print("ANSWER", json.dumps(WAYS[way]()))

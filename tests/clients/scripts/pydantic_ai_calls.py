@@ -5,7 +5,7 @@ import json
 import sys
 
 from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -27,8 +27,9 @@ async def streamed() -> str:
         return await result.get_output()
 
 
-if way == "output_type":
-    agent = Agent(served, output_type=Weather, model_settings={**settings, "max_tokens": 64}, retries=2)
+if way in ("output_type", "NativeOutput"):
+    wanted = NativeOutput(Weather) if way == "NativeOutput" else Weather
+    agent = Agent(served, output_type=wanted, model_settings={**settings, "max_tokens": 64}, retries=2)
     answer = agent.run_sync("What is the weather in Paris?").output.city
 elif way == "run_stream":
     answer = asyncio.run(streamed())
