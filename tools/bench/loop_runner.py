@@ -13,12 +13,14 @@ from tridecode.backend.base.errors import BY_CODE, TridecodeError
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.door_socket import DoorSocket
+from tridecode.backend.engine.grammars.service import Grammars
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.scheduler_factory import limits_of
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire import messages as m
+from tridecode.backend.wire.structured_output import StructuredOutput
 from tridecode.tools.bench.measure import Run, Step, output_lengths
 
 _DOOR = b"bench"
@@ -76,17 +78,24 @@ class LoopRunner:
     """Runs requests through the decode loop of a loaded engine.
 
     rate: arrivals per second, with exponentially distributed intervals determined by seed; 0: all at once.
+    grammars: of the engine, for `generate` with structured outputs.
     """
 
-    def __init__(self, engine: Engine, rate: float = 0.0, seed: int = 0):
+    def __init__(self, engine: Engine, rate: float = 0.0, seed: int = 0, grammars: Grammars | None = None):
         self.engine, self._rate, self._seed = engine, rate, seed
-        self.scheduler = Scheduler(limits_of(engine), time.monotonic)
+        self.scheduler = Scheduler(limits_of(engine), time.monotonic, grammars=grammars)
         self._run: Run | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        output_tokens: int | Sequence[int],
+        outputs: Sequence[StructuredOutput | None] = (),
+    ) -> float:
         """Return the seconds until each prompt has its number of new tokens; implements measure.Generate.
 
-        The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
+        outputs: the grammar that each answer obeys; (): none. The end token is suppressed, as by a request's
+        min_tokens. Raises TridecodeError if one fails.
         """
         end_id, lengths = self.engine.model_config.end_id, output_lengths(prompts, output_tokens)
         submits = []
@@ -94,7 +103,8 @@ class LoopRunner:
             # rounds repeat their prompts, and each is to compute them
             params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id, cache="off")
             ids = np.asarray(prompt, np.int32).tobytes()
-            submits.append(m.Submit(number, [m.SequenceRequest(ids, params)]))
+            output = outputs[number] if outputs else None
+            submits.append(m.Submit(number, [m.SequenceRequest(ids, params, structured_output=output)]))
         doors = _BatchDoors(submits, self._arrivals(len(prompts)))
         loop = _RecordedLoop(self.engine, self.scheduler, cast(DoorSocket, doors), RankStatus())
         loop.steps, doors.loop = doors.run.steps, loop
