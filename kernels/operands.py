@@ -151,6 +151,8 @@ class Batch:
     decode_queries: int = 1  # tokens of the longest decode row, or an upper bound
     decode_tokens: int = -1  # of all decode rows, with padding; -1: one per row
     verifies: bool = False  # decode rows are placed and verified (Ops.place_rows, Ops.verify)
+    #: (B,) batch slot of each row, also where sample_slots leaves a row out; None: as sample_slots
+    token_slots: Tensor | None = None
     #: values derived once per step and used by several layers; every Batch has its own
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -83,6 +83,8 @@ class DecodeLoop:
         pending: deque[tuple[StepPlan, Pending]] = deque()
         while not self._stopping:
             has_slices = any(work.has_work for work in self.background)
+            if pending and pending[-1][0].late:
+                pending[-1] = self._sample_late(*pending[-1])
             self._take_requests(may_wait=not pending and not has_slices)
             launched = self._launch()
             if launched is not None:
@@ -164,6 +166,11 @@ class DecodeLoop:
             log.error("a step of %d tokens did not fit in memory: %s", plan.num_tokens, error)
             self._abandon(plan)
             return None
+
+    def _sample_late(self, plan: StepPlan, pending: Pending) -> tuple[StepPlan, Pending]:
+        """Sample the rows of the newest step whose masks follow from the step before, which is committed."""
+        rows, masks = self.scheduler.masks.take_late(plan, lambda: pending.is_done)
+        return plan, self.engine.sample_late(plan, pending, rows, masks)
 
     def _abandon(self, plan: StepPlan) -> None:
         if self.engine.state.host is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,7 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
-        may be launched before `wait`."""
+        may be launched before `wait`. A step with plan.late has no result before `sample_late`."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
         parts: list[PartRun[Any]] = []
@@ -100,6 +101,22 @@ class Engine:
         if not self._replay(plan):
             self.run(self.buffers.load(plan), plan, parts)
         self.ranks.send(x)
+        if plan.late:
+            return Pending.of_forward(self.ranks, parts, self._event())
+        return self._pending(plan, parts)
+
+    def sample_late(self, plan: StepPlan, pending: Pending, rows: list[int], masks: np.ndarray) -> Pending:
+        """Sample these rows of the newest step, some of plan.late, and return the step with its result.
+
+        pending: what `launch` returned for the plan. masks: (n, W) int32, of the rows. Call it before the
+        next step is launched, also without rows.
+        """
+        with torch.inference_mode():
+            self.sampler.sample_late(plan, rows, masks)
+        return self._pending(plan, pending.parts)
+
+    def _pending(self, plan: StepPlan, parts: list[PartRun[Any]]) -> Pending:
+        """Start the copies of a step's results, all of whose rows are sampled."""
         tokens, log_probs = self.sampler.fetch(plan)
         accepted = self.sampler.fetch_accepted(plan) if plan.queries else None
         if parts:
@@ -109,16 +126,12 @@ class Engine:
         if self.drafter is not None:
             self.drafter.propose(plan, self.state.sampling)
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
-        ready = None
-        if self.is_asynchronous:
-            ready = torch.cuda.Event()
-            ready.record()
         return Pending(
             self.ranks,
             tokens,
             log_probs,
             parts,
-            ready,
+            self._event(),
             on_result,
             self.ranks.take_posted(),
             self.ranks.raise_if_lost,
@@ -129,6 +142,14 @@ class Engine:
         """Return the pending result of a plan that only copies blocks to or from the host tier."""
         none = torch.zeros(0, dtype=torch.int32)
         return Pending(self.ranks, none, none.float(), parts)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Return an event behind the launched work, None on a device that has done it."""
+        if not self.is_asynchronous:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _replay(self, plan: StepPlan) -> bool:
         """Run the plan as a CUDA graph, if there is one for it and all its parts allow it."""
@@ -166,8 +187,9 @@ class Engine:
             state.ops.place_rows(batch, state.sampling, self.config.block_tokens)
         if self.ranks.stage == 0:
             if batch.num_decodes and not batch.verifies:
+                slots = batch.sample_slots if batch.token_slots is None else batch.token_slots
                 state.ops.resolve_tokens(
-                    batch.token_ids, batch.sample_slots[: batch.num_decodes], state.sampling.last_tokens
+                    batch.token_ids, slots[: batch.num_decodes], state.sampling.last_tokens
                 )
             state.model.embed(context, x)
         state.model.forward(context, x, state.caches)

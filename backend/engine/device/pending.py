@@ -31,6 +31,12 @@ class Pending:
     check: Callable[[], None] | None = None
     accepted: Tensor | None = None  # StepResult.accepted, of a step that verifies drafts
 
+    @classmethod
+    def of_forward(cls, ranks: Ranks, parts: list[PartRun[Any]], done: torch.cuda.Event | None) -> Pending:
+        """Return a step with rows that are not sampled yet. done: behind its forward."""
+        nothing = torch.empty(0)
+        return cls(ranks, nothing, nothing, parts, done)
+
     @property
     def is_done(self) -> bool:
         """Return whether `wait` returns at once."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
-from tridecode.backend.engine.device.sampling import start_slots
+from tridecode.backend.engine.device.sampling import on_device, start_slots
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.ranks.peer_memory import PeerSampler
 from tridecode.backend.engine.ranks.vocab_sampler import sample
@@ -67,6 +67,26 @@ class StepSampler:
             )
         else:
             verify_rows(self._draw, logits[:first], batch, state, *outputs)
+
+    def sample_late(self, plan: StepPlan, rows: list[int], masks: np.ndarray) -> None:
+        """Draw the tokens of some decode rows of the newest step, whose logits are still in the workspace.
+
+        masks: (n, W) int32, of the rows. Each decode row of the plan has one sample.
+        """
+        if not rows:
+            return
+        state, count = self._state.sampling, plan.num_samples
+        slots = np.full(count, -1, np.int32)
+        slots[rows] = plan.slots[rows]
+        places = on_device(torch.from_numpy(slots[rows].astype(np.int64)), self._device)
+        state.masks[places] = on_device(torch.from_numpy(masks), self._device)
+        self._draw(
+            self._state.work.logits[:count],
+            on_device(torch.from_numpy(slots), self._device),
+            state,
+            tokens=self.tokens[:count],
+            log_probs=self._log_probs[:count],
+        )
 
     def _draw(
         self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor

@@ -25,6 +25,7 @@ class SchedulerLimits:
     decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
     1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
     queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py.
+    late_masks: a row may be launched before its mask is known (StepPlan.late).
     """
 
     num_blocks: int
@@ -45,6 +46,7 @@ class SchedulerLimits:
     spread_tokens: int = 0
     cache_scope: str = "all"
     max_grammar_bytes: int = structured_output.MAX_GRAMMAR_BYTES
+    late_masks: bool = False
 
 
 @dataclass

@@ -70,7 +70,7 @@ class DecodePlanner:
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence whose known tokens are all planned; beams then belong to BeamPlanner."""
         length = self._cache.lengths.item(sequence.slot)
-        waits = self._waits or sequence.constraint is not None
+        waits = self._waits or sequence.waits_for_mask
         if length >= self._last_lengths[sequence.slot] or waits:
             self._await(sequence, length)
         else:
@@ -101,6 +101,24 @@ class DecodePlanner:
             del self._awaited[sequence]
         if known:
             self._set_decoding(self.decoding + known)
+
+    def hold_unready(self) -> None:
+        """Let the sequences wait whose last token is known and whose next mask is not."""
+        held = [one for one in self._current().masked if not one.in_flight and not one.may_continue]
+        for sequence in held:
+            self._await(sequence, self._cache.lengths.item(sequence.slot))
+        if held:
+            self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
+
+    def miss(self, sequence: Sequence) -> None:
+        """Take back the row of the newest plan that was not sampled, because its mask came too late. The
+        sequence waits for `resume`.
+        """
+        self._cache.lengths[sequence.slot] -= 1
+        sequence.in_flight -= 1
+        sequence.stage = Stage.AWAITED
+        self._awaited[sequence] = None
+        self._set_decoding([one for one in self.decoding if one is not sequence])
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
@@ -160,6 +178,11 @@ class DecodePlanner:
         if self._limits.micro_batches > 1:
             token_ids[:] = [sequence.output[-1] for sequence in sequences]
         starts = self._start_forks(sequences, token_ids, batch.query_starts) if self._unstarted else []
+        masked, late = batch.masked, []
+        if masked:
+            masked = [one for one in masked if not one.in_flight]
+            if len(masked) < len(batch.masked):
+                late = [i for i, one in enumerate(sequences) if one.constraint is not None and one.in_flight]
         self._advance(sequences, batch)
         lens = batch.positions if batch.rings is None else np.minimum(batch.positions, batch.rings)
         return Rows(
@@ -174,7 +197,8 @@ class DecodePlanner:
             batch.adapters,
             batch.top_log_probs,
             starts=starts,
-            masked=batch.masked,
+            masked=masked,
+            late=late,
         )
 
     def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
@@ -244,10 +268,10 @@ class DecodePlanner:
             for i in np.flatnonzero(batch.positions >= self._last_lengths[batch.slots]).tolist():
                 self._drain(self.decoding[i])
             self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
-        if batch.masked:
-            for sequence in batch.masked:
-                if sequence.stage is Stage.DECODE:
-                    self._await(sequence, self._cache.lengths.item(sequence.slot))
+        waiting = [one for one in batch.masked if one.stage is Stage.DECODE and one.waits_for_mask]
+        if waiting:
+            for sequence in waiting:
+                self._await(sequence, self._cache.lengths.item(sequence.slot))
             self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
 
     def _draft_rows(
@@ -282,7 +306,7 @@ class DecodePlanner:
         rest, goes_on = self.decoding[len(sequences) :], []
         for sequence in sequences:
             length = self._cache.lengths.item(sequence.slot)
-            waits = self._waits or sequence.constraint is not None
+            waits = self._waits or sequence.waits_for_mask
             if waits or length >= self._last_lengths[sequence.slot]:
                 self._await(sequence, length)
             else:

@@ -50,15 +50,17 @@ class OutputProcessor:
             sampled = [sequence for sequence, count in zip(sampled, plan.samples) if count]
         tokens, all_log_probs = result.tokens.tolist(), result.log_probs.tolist()
         step: Commit | None = None
+        taken = plan.missed  # a late row is a decode row, and these have one sample each
         if plan.parts:
             step = Commit(plan, sampled, self._handlers)
             for part, found in zip(plan.parts, result.parts):
                 if found is not None:
                     part.commit(step, found)
-            if step.taken and not plan.queries:
-                others = np.delete(np.arange(len(sampled)), step.taken).tolist()
-                sampled = [sampled[i] for i in others]
-                tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
+            taken = [*step.taken, *taken]
+        if taken and not plan.queries:
+            others = np.delete(np.arange(len(sampled)), taken).tolist()
+            sampled = [sampled[i] for i in others]
+            tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
         if plan.queries:
             sampled = self._commit_rows(plan, result, set() if step is None else set(step.taken))
         else:

@@ -100,6 +100,10 @@ class Planner:
         """Return whether a step can be planned without the sequences that wait for a mask."""
         return bool(self._decode.decoding or self._prefill.prefilling or len(self.waiting))
 
+    def miss(self, sequence: Sequence) -> None:
+        """Take back the row of a plan that was not sampled, because its mask came too late."""
+        self._decode.miss(sequence)
+
     def settle(self, plan: StepPlan, row: int, accepted: int) -> None:
         """Note that decode row `row` of a plan that verifies keeps its first `accepted` tokens."""
         planned = plan.samples.item(row)
@@ -133,6 +137,7 @@ class Planner:
         extra_outputs: whether an open sequence has any (Sequence.extra_outputs).
         """
         self._decode.release_drained()
+        self._decode.hold_unready()
         if self.limits.recompute_long and self.limits.long_prompt_tokens:
             self._recompute_outgrown()
         self._make_room()

@@ -17,7 +17,8 @@ class Rows:
 
     sequences: of each row. adapters: (B,) the number of its adapter, -1 for none. top_log_probs: (B,) how
     many of the most likely tokens it returns, -1 for none. starts: forks among the rows whose sampling state
-    this step starts. masked: the sequences whose next token, sampled in this step, has a mask.
+    this step starts. masked: the sequences whose mask this step brings. late: indices of rows whose masks
+    come after the launch (StepPlan.late); only rows that decode.
     """
 
     sequences: list[Sequence]
@@ -33,6 +34,7 @@ class Rows:
     queries: int = 0
     starts: list[SlotStart] = field(default_factory=list)
     masked: list[Sequence] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
 
 _JOINED = (
@@ -54,6 +56,7 @@ def join(kinds: list[Rows]) -> Rows:
         queries=max(rows.queries for rows in kinds),
         starts=[start for rows in kinds for start in rows.starts],
         masked=[sequence for rows in kinds for sequence in rows.masked],
+        late=kinds[0].late,  # those that decode come first
         **{name: np.concatenate([getattr(rows, name) for rows in kinds]) for name in _JOINED},
     )
 

@@ -33,6 +33,7 @@ from tridecode.backend.engine.schedule.admission import (
     check_structured,
     fault_of,
 )
+from tridecode.backend.engine.schedule.masked_rows import MaskedRows
 from tridecode.backend.engine.schedule.output_processor import OutputProcessor
 from tridecode.backend.engine.schedule.planner import Planner
 from tridecode.backend.engine.schedule.request_table import RequestTable
@@ -40,7 +41,6 @@ from tridecode.backend.engine.schedule.sequence import (
     Finish,
     Sequence,
     SequenceGroup,
-    Stage,
     add_samples,
 )
 from tridecode.backend.engine.schedule.sequence_outputs import (
@@ -51,9 +51,6 @@ from tridecode.backend.engine.schedule.sequence_outputs import (
 )
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.wire.messages import Event, Sent, SequenceRequest, Submit
-
-#: how long a step is held back for masks that threads compute: while other rows could run, and else
-MASK_WAIT_S, IDLE_MASK_WAIT_S = 0.001, 0.005
 
 
 class Scheduler:
@@ -92,6 +89,7 @@ class Scheduler:
         self._tier = tier
         if tier is not None:
             self._outputs.handle(HostCopies, lambda parts, found: tier.commit(parts[0], found))
+        self.masks = MaskedRows(self.grammars, self.planner, self.requests)
         self._arrivals = 0
 
     @property
@@ -206,6 +204,7 @@ class Scheduler:
             self.requests.end_group(group, Finish.LENGTH)
         else:
             if wanted.structured_output is not None:
+                group.late_masks = self.limits.late_masks and self.planner.drafts is None
                 starts = [Start(one, one.params.end_ids, one.output.copy()) for one in group.sequences]
                 self.grammars.want(group, wanted.structured_output, starts)
             else:
@@ -279,7 +278,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do now. Requests that are overdue end."""
         self.requests.end_overdue(self.clock())
-        self._take_masks()
+        for group in self.masks.take_ready():
+            group.followers = group.sequences[1:]
+            self._queue(group)
         for group, error in self.adapters.take_ready():
             if error is not None:
                 self.requests.end_group(group, Finish.ERROR, error)
@@ -294,34 +295,6 @@ class Scheduler:
             if self._tier is not None:
                 self._tier.begin_step(plan)
         return plan
-
-    def _take_masks(self) -> None:
-        """Queue the groups whose grammar is compiled; let the sequences continue whose masks are ready."""
-        grammars = self.grammars
-        for group, error in grammars.take_ready():
-            if error is not None:
-                self.requests.end_group(group, Finish.ERROR, error)
-                continue
-            for sequence in list(group.sequences):
-                self._end_if_over(sequence)
-            if group.sequences:
-                group.followers = group.sequences[1:]
-                self._queue(group)
-        if grammars.outstanding:
-            ready = grammars.settle(MASK_WAIT_S if self.planner.has_other_rows else IDLE_MASK_WAIT_S)
-            for sequence in ready:
-                self._end_if_over(sequence)
-            self.planner.resume(ready)
-
-    def _end_if_over(self, sequence: Sequence) -> None:
-        """End a sequence whose grammar failed, or whose answer is complete without a token that ends it."""
-        constraint = sequence.constraint
-        if constraint is None or sequence.stage is Stage.ENDED:
-            return
-        if constraint.error is not None:
-            self.requests.end(sequence, Finish.ERROR, constraint.error)
-        elif constraint.is_over:
-            self.requests.end(sequence, Finish.END_ID)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""

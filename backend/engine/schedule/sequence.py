@@ -96,6 +96,7 @@ class SequenceGroup:
     arrived: float = field(default_factory=time.monotonic)
     queued_s: float = 0.0  # until its first admission; 0.0 before it, and after an event has reported it
     chain: PromptKeys | None = None  # None: it neither uses nor fills the prefix index
+    late_masks: bool = False  # its rows may be launched before their masks are known
     cached_tokens: int = 0  # of the prompt, found at its first admission; 0 after an event has reported it
 
     def admitted(self, cached_tokens: int, cached_blocks: int) -> None:
@@ -233,6 +234,13 @@ class Sequence:
     def may_continue(self) -> bool:
         """Return whether its next token may be planned, once its tokens in flight are known."""
         return self.constraint is None or self.constraint.ready
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Return whether each of its tokens must be known before the next is planned."""
+        if self.constraint is None:
+            return False
+        return not self.group.late_masks or self.extra_outputs is not None or self.params.top_log_probs >= 0
 
     @property
     def has_news(self) -> bool:

@@ -56,6 +56,7 @@ class StepBuilder:
             starts=starts + rows.starts,
             parts=parts,
             sequences=rows.sequences,
+            late=rows.late,
         )
 
     def build_empty(self, copies: HostCopies) -> StepPlan:

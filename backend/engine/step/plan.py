@@ -110,6 +110,11 @@ class StepPlan:
     parts: list[StepPart] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
+    #: decode rows that `Engine.sample_late` samples, whose masks come after the launch; none where there are
+    #: several ranks
+    late: list[int] = field(default_factory=list)
+    #: those of them that were not sampled, because their masks came too late
+    missed: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

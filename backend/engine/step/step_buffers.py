@@ -30,6 +30,7 @@ class _Layout:
             "query_starts": rows + 1,
             "sample_tokens": samples,
             "sample_slots": samples,
+            "token_slots": rows,
             "block_tables": rows * columns,
         }
         self.views: dict[str, tuple[int, int]] = {}
@@ -157,7 +158,11 @@ class StepBuffers:
         put("query_starts", plan.query_starts, int(plan.query_starts[-1]))
         sample_tokens, sample_slots = _samples(plan)
         put("sample_tokens", sample_tokens, 0)
+        if plan.late:
+            sample_slots = sample_slots.copy()
+            sample_slots[plan.late] = -1  # a decode row with a late mask has one sample, as all before it
         put("sample_slots", sample_slots, -1)
+        put("token_slots", plan.slots, -1)
         start, stop = layout.views["block_tables"]
         tables = words[start:stop].reshape(rows, -1)
         tables[: plan.num_rows, : plan.block_tables.shape[1]] = plan.block_tables

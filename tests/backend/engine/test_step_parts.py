@@ -21,14 +21,28 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 CORE = {
     *("step", "token_ids", "positions", "kv_slots", "block_tables", "context_lens", "query_starts"),
-    *("slots", "samples", "num_decodes", "queries", "starts", "sequences"),
+    *("slots", "samples", "num_decodes", "queries", "starts"),
 }
+#: fields of a plan that stay on rank 0
+OF_RANK_0 = {"sequences", "late", "missed"}
 #: words of the features that are parts
-FEATURES = ("adapter", "prompt_table", "beam", "candidate", "top_", "logit_", "embed", "fork", "copies")
+FEATURES = (
+    "adapter",
+    "prompt_table",
+    "beam",
+    "candidate",
+    "top_",
+    "logit_",
+    "embed",
+    "fork",
+    "copies",
+    "mask",
+    "grammar",
+)
 
 
 def test_the_plan_and_its_results_have_the_core_and_parts() -> None:
-    assert {field.name for field in dataclasses.fields(StepPlan)} == CORE | {"parts"}
+    assert {field.name for field in dataclasses.fields(StepPlan)} == CORE | OF_RANK_0 | {"parts"}
     assert {field.name for field in dataclasses.fields(StepResult)} == {
         "tokens",
         "log_probs",
@@ -36,7 +50,7 @@ def test_the_plan_and_its_results_have_the_core_and_parts() -> None:
         "parts",
     }
     sizes = {"num_tokens", "num_rows", "num_columns"}
-    assert set(plan_frame._Frame.__struct_fields__) == (CORE - {"sequences"}) | sizes | {"parts"}
+    assert set(plan_frame._Frame.__struct_fields__) == CORE | sizes | {"parts"}
 
 
 @pytest.mark.parametrize(
