@@ -60,6 +60,8 @@ def _fit_dict(found: Fit) -> dict[str, Any]:
         "cache_tokens": found.tokens,
         "block_tokens": found.block_tokens,
         "cache_dtype": found.cache_dtype,
+        "host_cache_bytes": found.host_cache,
+        "host_cache_tokens": found.host_tokens,
         "fits": found.fits,
         "sequences": [{"tokens": tokens, "count": count} for tokens, count in found.sequences],
     }

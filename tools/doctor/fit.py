@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.cache_size import CPU_CACHE_SHARE
@@ -44,7 +45,7 @@ class Fit:
     """Bytes are of one rank. libraries: an estimate. cache: of the rank with the fewest blocks; may be
     negative where not even the weights fit. sequences: (tokens of a sequence, how many fit). slots:
     max_sequences, as given or as the engine would choose it. cache_dtype: dtype of keys and values, such as
-    "fp16" or "int8".
+    "fp16" or "int8". host_cache: host_cache_bytes, as given or as proposed for this machine; 0: none.
     """
 
     ranks: list[RankMemory]
@@ -57,6 +58,7 @@ class Fit:
     sequences: list[tuple[int, int]]
     slots: int = 0
     cache_dtype: str = ""
+    host_cache: int = 0
 
     @property
     def fits(self) -> bool:
@@ -66,6 +68,11 @@ class Fit:
     def tokens(self) -> int:
         """Capacity of the whole cache in tokens."""
         return self.blocks * self.block_tokens
+
+    @property
+    def host_tokens(self) -> int:
+        """Capacity of a host tier of host_cache bytes in tokens."""
+        return self.host_cache // sum(rank.block for rank in self.ranks) * self.block_tokens
 
 
 def fit(model: ModelConfig, config: EngineConfig, place: Place) -> Fit:
@@ -86,7 +93,13 @@ def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
     sequences = [(length, blocks // -(-length // config.block_tokens)) for length in lengths]
     dtype = config.data_type if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     size, slots = config.block_tokens, config.slots
-    return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype)
+    host = config.host_cache_bytes or (_proposed_host_cache() if place.kind == "cuda" else 0)
+    return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype, host)
+
+
+def _proposed_host_cache() -> int:
+    """Return half of the host memory that is available, in whole GiB."""
+    return available_memory() // 2 >> 30 << 30
 
 
 def _libraries(place: Place, ranks: int) -> int:
@@ -135,6 +148,15 @@ def fit_findings(
         )
         return
     yield from _adapter_findings(where, config, place, found)
+    if config.host_cache_bytes > available_memory():
+        yield Finding(
+            "warning",
+            where,
+            f"host_cache_bytes {in_words(config.host_cache_bytes)}; the machine has "
+            f"{in_words(available_memory())} of memory available",
+            "a host tier within the memory, else the engine runs without it",
+            f"Set host_cache_bytes to {_proposed_host_cache()} or less.",
+        )
     usual = min(USUAL_TOKENS, found.longest)
     room = found.blocks // -(-usual // found.block_tokens)
     if found.slots > room:

@@ -99,6 +99,10 @@ def _memory(where: str, fit: Fit) -> Table:
         f"cache in {fit.cache_dtype}: {fit.blocks:,} blocks of {fit.block_tokens} tokens, "
         f"{fit.tokens:,} tokens; max_sequences {fit.slots}"
     )
+    if fit.fits and fit.host_cache:
+        table.caption += (
+            f"; host_cache_bytes {fit.host_cache} of a host tier: {fit.host_tokens:,} tokens more"
+        )
     return table
 
 

@@ -25,6 +25,7 @@ from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.engine.device.preparation import build_engine
+from tridecode.backend.engine.host_tier.store import blocks_of_buffer
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
 from tridecode.backend.models.weights import Weights
@@ -200,6 +201,9 @@ def plan_rank(
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
         kernels += scratch.exchange_bytes(size, config.slots)
     block = cache[0] // engine.state.num_blocks
+    if config.host_cache_bytes:
+        slots = config.host_cache_bytes // (size * stages) // block
+        device += 2 * block * blocks_of_buffer(block, slots, device_type)
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
     return RankMemory(
         stage, tensor_rank, held, device, kernels, block, host, engine.state.num_blocks, adapters, background

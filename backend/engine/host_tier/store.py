@@ -15,8 +15,9 @@ from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.parts.host_copies import HostCopies
 from tridecode.kernels.operands import CacheLayer
 
-#: bytes of the buffer on the device through which blocks pass, in each direction; 2.5 ms of a PCIe 5 link
-STAGING_BYTES = 128 << 20
+#: bytes of the buffer on the device through which blocks pass, in each direction, by type of device; on a GPU
+#: 2.5 ms of a PCIe 5 link
+_BUFFER_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
 #: bytes that are pinned at a time; a copy is within one piece
 _PIECE_BYTES = 256 << 20
 _WORD_BYTES = 8
@@ -50,7 +51,7 @@ class HostStore:
         self._starts, slot_bytes = parts_of_slot(sizes)
         assert slot_bytes == region.slot_bytes
         self.region, self._device = region, device
-        self.most_blocks = max(min(STAGING_BYTES // slot_bytes, region.num_slots), 1)
+        self.most_blocks = blocks_of_buffer(slot_bytes, region.num_slots, device.type)
         self._layers: list[Tensor] = []
         data = torch.frombuffer(region.data, dtype=torch.uint8)[region.start :]
         self._slots = data[: region.num_slots * slot_bytes].view(region.num_slots, slot_bytes)
@@ -180,6 +181,11 @@ class HostStore:
         if not self._is_cuda:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def blocks_of_buffer(slot_bytes: int, num_slots: int, device_type: str) -> int:
+    """Return the number of blocks that pass a buffer at once. A rank has two buffers."""
+    return max(min(_BUFFER_BYTES[device_type] // slot_bytes, num_slots), 1)
 
 
 def parts_of_slot(sizes: Sequence[int]) -> tuple[list[int], int]:

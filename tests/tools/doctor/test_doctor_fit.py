@@ -161,3 +161,21 @@ def test_adapters_without_room_beside_the_cache_are_warned_of():
     (fraction,) = re.findall(r"memory_fraction to (\d\.\d+)", finding.fix)
     changed = replace(config, memory_fraction=float(fraction))
     assert list(fit_findings("w", LLAMA_8B, changed, found.place, fit(LLAMA_8B, changed, found.place))) == []
+
+
+def test_a_host_tier_is_proposed_for_a_gpu_within_the_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr("tridecode.tools.doctor.fit.available_memory", lambda: 101 * GIB)
+    found = fit(LLAMA_8B, BF16, Place("cuda", 80 * GIB))
+    assert found.host_cache == 50 * GIB
+    assert found.host_tokens == 50 * GIB // (128 << 10), "128 KiB a token"
+    assert fit(LLAMA_8B, replace(BF16, data_type="fp32"), Place("cpu", 200 * GIB)).host_cache == 0
+    config = replace(BF16, host_cache_bytes=200 * GIB, max_sequences=16)
+    given = fit(LLAMA_8B, config, Place("cuda", 80 * GIB))
+    (finding,) = fit_findings("where", LLAMA_8B, config, Place("cuda", 80 * GIB), given)
+    assert finding.severity == "warning" and finding.fix == f"Set host_cache_bytes to {50 * GIB} or less."
+    assert "200.00 GiB" in finding.found and "101.00 GiB" in finding.found
+    buffers = 2 * (128 << 20)
+    assert (
+        given.ranks[0].workspace
+        == fit(LLAMA_8B, replace(config, host_cache_bytes=0), given.place).ranks[0].workspace + buffers
+    )
