@@ -27,6 +27,10 @@ def _object(required: list[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": required, "properties": properties}
 
 
+def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {**_object(required, **properties), "additionalProperties": False}
+
+
 _FUNCTION = _object(
     ["name"],
     name=_FUNCTION_NAME,
@@ -65,17 +69,25 @@ _ALLOWED = _object(
     ),
 )
 _TEXT = {"type": "string", "minLength": 1}
-_TAG = _object(["structures", "triggers"], structures={"type": "array"}, triggers={"type": "array"})
-_SCHEMA = _object(["name", "schema"], name={"type": "string"}, schema=_OBJECT, strict={"type": "boolean"})
+_TAGS: dict[str, Any] = {"structures": {"type": "array"}, "triggers": {"type": "array"}}
+_TAG = _closed([*_TAGS], **_TAGS)
+_SCHEMA = _closed(
+    ["name", "schema"],
+    name={"type": "string"},
+    description={"type": "string"},
+    schema=_OBJECT,
+    strict={"type": "boolean"},
+)
 _FORMAT = {
     "oneOf": [
-        _object(["type"], type={"enum": ["text", "json_object"]}),
-        _object(["type", "json_schema"], type={"const": "json_schema"}, json_schema=_SCHEMA),
-        {**_TAG, "properties": {**_TAG["properties"], "type": {"const": "structural_tag"}}},
+        _closed(["type"], type={"const": "text"}),
+        _closed(["type"], type={"const": "json_object"}, schema=_OBJECT),
+        _closed(["type", "json_schema"], type={"const": "json_schema"}, json_schema=_SCHEMA),
+        _closed(["type", *_TAGS], type={"const": "structural_tag"}, **_TAGS),
     ]
 }
 _CHOICES = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 4096}
-_OUTPUTS = _object(
+_OUTPUTS = _closed(
     [],
     json={"anyOf": [_OBJECT, _TEXT]},
     json_object={"type": "boolean"},

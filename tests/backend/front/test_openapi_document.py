@@ -33,6 +33,11 @@ CHECKS: list[Any] = [
     response_schema_conformance,
 ]
 OPERATIONS = [(path, method) for path, methods in openapi()["paths"].items() for method in methods]
+#: a request has at most one of these fields
+CONSTRAINTS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structural_tag",
+)  # fmt: skip
 #: the same requests on every machine, and no limits of time
 SETTINGS = hypothesis.settings(
     max_examples=12,
@@ -82,6 +87,9 @@ def complete(body: dict[str, Any]) -> None:
     if body.get("dimensions") is not None:
         body["dimensions"] = LIMITS.hidden_size
     body.pop("timeout_s", None)  # else 504
+    for place in (body, body.get("sampling_params") or {}):
+        for name in [name for name in CONSTRAINTS if place.get(name) is not None][1:]:
+            del place[name]
 
 
 def known_ids(value: Any) -> Any:
