@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tridecode.backend.front.fields.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from tridecode.backend.front.fields.completions import CompletionLogprobs
@@ -44,15 +44,24 @@ def by_text(best: Iterable[tuple[int, float]], texts: TokenTexts) -> dict[str, f
     return found
 
 
-def chat_logprobs(steps: Steps, count: int, texts: TokenTexts) -> ChatLogprobs:
+def token_id_label(token: int) -> str:
+    """Return a token's name by its id, as vLLM's return_tokens_as_token_ids."""
+    return f"token_id:{token}"
+
+
+def chat_logprobs(
+    steps: Steps, count: int, texts: TokenTexts, label: Callable[[int], str] | None = None
+) -> ChatLogprobs:
+    """count: number of most likely tokens. label: name of a token; None: its text."""
+    named = label or texts.label
     return ChatLogprobs(
         [
             TokenLogprob(
-                texts.label(token),
+                named(token),
                 max(top.log_prob, LOWEST),
                 list(texts.bytes_of(token)),
                 [
-                    TopLogprob(texts.label(other), log_prob, list(texts.bytes_of(other)))
+                    TopLogprob(named(other), log_prob, list(texts.bytes_of(other)))
                     for other, log_prob in _best(top, count)
                 ],
             )

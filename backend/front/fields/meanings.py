@@ -58,6 +58,7 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "priority": Meaning("order among waiting requests; smaller is sooner", "0"),
     "timeout_s": Meaning("deadline in seconds, after which the request ends with 504", "none"),
+    "return_text": Meaning("choices also have their `text` and `stop_reason`", "false"),
     "request_id": Meaning("name of the request in the log, and the header `x-request-id`", "a new one"),
     "cache": Meaning("prefix cache; write: compute the whole prompt; off: neither use nor fill it", '"on"'),
     "cache_salt": Meaning("only requests with the same salt share cached prefixes; 256 bytes at most", '""'),

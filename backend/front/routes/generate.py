@@ -16,12 +16,12 @@ from tridecode.backend.front.fields.chat import ChatLogprobs
 from tridecode.backend.front.fields.completions import CompletionRequest
 from tridecode.backend.front.fields.sampling import StreamOptions
 from tridecode.backend.front.json_body import convert
-from tridecode.backend.front.logprobs import chat_logprobs
+from tridecode.backend.front.logprobs import chat_logprobs, token_id_label
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.routes.completions import text_request
 from tridecode.backend.front.sampling import refuse_unsupported
 from tridecode.backend.front.service import FrontService
-from tridecode.backend.front.tally import Tally
+from tridecode.backend.front.tally import Row, Tally
 from tridecode.backend.front.tally_writer import TallyWriter
 from tridecode.backend.front.text_event import event
 from tridecode.backend.service.text_request import FieldNames
@@ -29,24 +29,30 @@ from tridecode.backend.text.completion import Piece
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """sampling_params: the fields of a completion without its prompt."""
+    """sampling_params: the fields of a completion without its prompt. return_text: choices have text, too."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_text: bool | None = None
     priority: int | None = None
     request_id: str | None = None
 
 
 class GenerateChoice(msgspec.Struct):
-    """token_ids: the new ones, with those of an end token; in a stream those of this event."""
+    """token_ids: the new ones, with those of an end token; in a stream those of this event.
+
+    text, stop_reason: where the request has return_text; stop_reason is the text of `stop` that ended it.
+    """
 
     index: int
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | None | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct):
@@ -58,6 +64,7 @@ class Generated(msgspec.Struct):
 _FIELDS = FieldNames("token_ids", "max_tokens", "stop")
 #: fields of a completion that sampling_params has not
 NOT_SAMPLING = frozenset(("model", "stream", "stream_options", "prompt", "echo", "request_id"))
+_AS_IDS = "return_tokens_as_token_ids"
 NAMES = (*GenerateRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
 
 
@@ -87,14 +94,16 @@ async def generate(request: Request) -> Response:
                 "sampling_params.prompt_logprobs is sent, which this route does not implement; leave it out"
             )
             raise bad_request(text, "sampling_params.prompt_logprobs", "unsupported_parameter")
-        silent = refuse_unsupported(as_completion)
+        silent = [name for name in refuse_unsupported(as_completion) if name != _AS_IDS]
         n = as_completion.n or 1
         count = None if count is None else as_completion.logprobs
         _, adapter = front.model.find(wanted.model)
         asked = text_request(front.model, as_completion, adapter, _FIELDS)
     except Exception as error:
         raise front.failed(call, error, NAMES) from error
-    writer = GenerateWriter(front.model, call, wanted, count, n)
+    writer = GenerateWriter(
+        front.model, call, wanted, count, n, bool(as_completion.return_tokens_as_token_ids)
+    )
     return await answer(
         front,
         request,
@@ -120,26 +129,31 @@ def _completion(fields: dict[str, Any]) -> CompletionRequest:
 
 class GenerateWriter(TallyWriter):
     """Writes the answer of /inference/v1/generate. count: number of alternatives; None: no log
-    probabilities."""
+    probabilities. as_ids: these name tokens by their ids."""
 
-    def __init__(self, model: ServedModel, call: Call, wanted: GenerateRequest, count: int | None, n: int):
+    def __init__(
+        self, model: ServedModel, call: Call, wanted: GenerateRequest, count: int | None, n: int, as_ids: bool
+    ):
         super().__init__(model, call, Tally(1, n), wanted.stream, wanted.stream_options)
-        self._count = count
+        self._count, self._as_ids, self._with_text = count, as_ids, bool(wanted.return_text)
 
     def _events(self, index: int, piece: Piece) -> bytes:
-        return event(self._body([self._choice(index, piece.tops, piece.finish_reason)]))
+        return event(self._body([self._choice(index, piece)]))
 
-    def _choice(self, index: int, steps: Any, finish_reason: str) -> GenerateChoice:
+    def _choice(self, index: int, row: Piece | Row) -> GenerateChoice:
         logprobs = None
         if self._count is not None:
-            logprobs = chat_logprobs(steps, self._count, self._model.token_texts(False))
-        return GenerateChoice(index, [token for token, _ in steps], finish_reason or None, logprobs)
+            texts = self._model.token_texts(False)
+            label = token_id_label if self._as_ids else texts.label
+            logprobs = chat_logprobs(row.tops, self._count, texts, label)
+        choice = GenerateChoice(index, [token for token, _ in row.tops], row.finish_reason or None, logprobs)
+        if self._with_text:
+            choice.text, choice.stop_reason = row.text, row.stop_word or None
+        return choice
 
     def _body(self, choices: list[GenerateChoice], usage: Usage | None = None) -> Generated:
         return Generated(self._call.label or self._call.id, choices, usage)
 
     def whole(self) -> bytes:
-        choices = [
-            self._choice(index, row.tops, row.finish_reason) for index, row in enumerate(self._tally.rows)
-        ]
+        choices = [self._choice(index, row) for index, row in enumerate(self._tally.rows)]
         return msgspec.json.encode(self._body(choices, self._tally.usage))

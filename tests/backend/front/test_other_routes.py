@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,27 @@ def test_token_ids_in_and_out(front: Front, engine: FakeEngine, ids: Ids) -> Non
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens
     wrong = front.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"topk": 1}})
     assert error_of(wrong)["param"] == "sampling_params.topk"
+
+
+def test_token_ids_come_with_text_and_alternatives_by_id_on_request(front: Front, ids: Ids) -> None:
+    tokens, stop = ids(TEXT), TEXT.split()[2]
+    params = {"max_tokens": 64, "logprobs": 2, "stop": stop, "return_tokens_as_token_ids": True}
+    wanted = {"token_ids": [5, 6], "sampling_params": params, "return_text": True}
+    response = front.post("/inference/v1/generate", wanted)
+    assert "x-tridecode-no-effect" not in response.headers
+    (choice,) = response.json()["choices"]
+    assert choice["text"] == TEXT[: TEXT.index(stop)] and choice["stop_reason"] == stop
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
+    for step in content:
+        assert len(step["top_logprobs"]) == 2
+        assert all(re.fullmatch(r"token_id:\d+", one["token"]) for one in step["top_logprobs"])
+    events = front.post("/inference/v1/generate", {**wanted, "stream": True}).text.split("\n\n")[:-2]
+    choices = [json.loads(event[6:])["choices"][0] for event in events]
+    assert "".join(one["text"] for one in choices) == choice["text"]
+    assert [one["stop_reason"] for one in choices][-1] == stop
+    assert [token for one in choices for token in one["token_ids"]] == choice["token_ids"]
 
 
 @pytest.mark.parametrize("name", ["model", "stream", "stream_options", "prompt", "echo", "request_id"])
