@@ -8,8 +8,8 @@ import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.wire.messages import Limits
-from tridecode.backend.wire.prompt_learning import P_TUNING, LearnedPrompt
-from tridecode.backend.wire.prompt_tables import virtual_ids
+from tridecode.backend.wire.prompt_learning import MAX_TABLE_BYTES, P_TUNING, PREFIX_PROMPT, LearnedPrompt
+from tridecode.backend.wire.prompt_tables import not_finite, virtual_ids
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,53 @@ def place(
         return ids[~virtual], np.where(virtual, limits.vocab_size + rows, ids)
     own = ids if len(ids) else np.array([start_token], np.int64)
     return ids, np.concatenate([virtual_ids(limits.vocab_size, prompt.rows), own])
+
+
+def task_prompt(number: int, found: str, limits: Limits) -> RowPrompt:
+    """Return the learned prompt of a task of the model.
+
+    found: the beginning of the error, such as "prompt_learning_task_name_ids of row 0 is 7". Raises
+    RequestError for a task that does not exist or cannot be served.
+    """
+    prompts = limits.prompts
+    if not prompts.tasks:
+        raise RequestError(f"{found}; wanted none: this model has no tasks (num_tasks in config.ini)")
+    if not 0 <= number < len(prompts.tasks):
+        names = ", ".join(task.name for task in prompts.tasks[:20])
+        raise RequestError(f"{found}; wanted 0 to {len(prompts.tasks) - 1}, the tasks {names}")
+    task = prompts.tasks[number]
+    if task.fault:
+        raise RequestError(f"{found}; the task {task.name} cannot be served: {task.fault}")
+    return RowPrompt(
+        LearnedPrompt(task=number), task.kind, task.length, prompts.start_id or limits.vocab_size
+    )
+
+
+def own_table(table: np.ndarray, kind: int, limits: Limits, where: str) -> LearnedPrompt:
+    """Return the learned prompt of a request's own table.
+
+    table: (rows, n) floats; n is the hidden size, or the prefix size for a kind of PREFIX_PROMPT. where: its
+    name, for errors. Raises RequestError for another width, for too many bytes and for values that are not
+    finite.
+    """
+    is_prefix = kind == PREFIX_PROMPT
+    wanted = limits.prompts.prefix_size if is_prefix else limits.hidden_size
+    if is_prefix and not wanted:
+        raise RequestError(f"{where} is a prefix; the layers of this pruned model have different heads")
+    if table.shape[1] != wanted:
+        meaning = "layers * 2 * kv heads * head size" if is_prefix else "the hidden size"
+        raise RequestError(f"{where} has {table.shape[1]:,} values a position; wanted {wanted:,}, {meaning}")
+    if table.dtype != np.float16:
+        with np.errstate(over="ignore"):
+            table = table.astype(np.float32)
+    if table.nbytes > MAX_TABLE_BYTES:
+        raise RequestError(f"{where} has {table.nbytes:,} bytes; this model accepts {MAX_TABLE_BYTES:,}")
+    wrong = not_finite(table, limits.prompts.largest)
+    if wrong is not None:
+        raise RequestError(
+            f"{where} has the value {table[wrong]} at {list(wrong)}; wanted finite numbers up to "
+            f"{limits.prompts.largest:g} (data_type in config.pbtxt)"
+        )
+    dtype = "fp16" if table.dtype == np.float16 else "fp32"
+    little = table.astype(table.dtype.newbyteorder("<"), copy=False)
+    return LearnedPrompt(is_prefix=is_prefix, rows=len(table), dtype=dtype, values=little.tobytes())

@@ -10,17 +10,9 @@ import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs
-from tridecode.backend.service.learned_prompts import RowPrompt, place
+from tridecode.backend.service.learned_prompts import RowPrompt, own_table, place, task_prompt
 from tridecode.backend.wire.messages import Limits
-from tridecode.backend.wire.prompt_learning import (
-    MAX_TABLE_BYTES,
-    NO_PROMPT,
-    P_TUNING,
-    PREFIX_PROMPT,
-    TYPES,
-    LearnedPrompt,
-)
-from tridecode.backend.wire.prompt_tables import not_finite
+from tridecode.backend.wire.prompt_learning import NO_PROMPT, P_TUNING, TYPES
 
 _TASKS = "prompt_learning_task_name_ids"
 _EMBEDDING, _LENGTHS, _TYPE = "request_prompt_embedding", "request_prompt_lengths", "request_prompt_type"
@@ -39,24 +31,11 @@ def read_row_prompts(inputs: Inputs, batch: int, limits: Limits) -> list[RowProm
         missing = next(name for name in names if name not in inputs)
         raise RequestError(f"{missing} is missing; {' and '.join(sent)} was sent; wanted all three or none")
     if _TASKS in inputs:
-        return [_task(row, number, limits) for row, number in enumerate(inputs.rows(_TASKS, batch))]
+        return [
+            task_prompt(number, f"{_TASKS} of row {row} is {number}", limits)
+            for row, number in enumerate(inputs.rows(_TASKS, batch))
+        ]
     return [None] * batch
-
-
-def _task(row: int, number: int, limits: Limits) -> RowPrompt:
-    prompts = limits.prompts
-    found = f"{_TASKS} of row {row} is {number}"
-    if not prompts.tasks:
-        raise RequestError(f"{found}; wanted none: this model has no tasks (num_tasks in config.ini)")
-    if not 0 <= number < len(prompts.tasks):
-        names = ", ".join(task.name for task in prompts.tasks[:20])
-        raise RequestError(f"{found}; wanted 0 to {len(prompts.tasks) - 1}, the tasks {names}")
-    task = prompts.tasks[number]
-    if task.fault:
-        raise RequestError(f"{found}; the task {task.name} cannot be served: {task.fault}")
-    return RowPrompt(
-        LearnedPrompt(task=number), task.kind, task.length, prompts.start_id or limits.vocab_size
-    )
 
 
 def _request_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
@@ -77,7 +56,7 @@ def _request_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPromp
         if kind == NO_PROMPT or length == 0:
             found.append(None)
             continue
-        learned = _learned(table[row, :length], kind, limits, f"{_EMBEDDING} of row {row}")
+        learned = own_table(table[row, :length], kind, limits, f"{_EMBEDDING} of row {row}")
         found.append(RowPrompt(learned, kind, length, start_id))
     return found
 
@@ -102,7 +81,7 @@ def read_virtual_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowP
             raise RequestError(
                 f"{size_name} of row {row} is {rows}; wanted 1 to {table.shape[1]}, the rows of {name}"
             )
-        learned = _learned(table[row, :rows], P_TUNING, limits, f"{name} of row {row}")
+        learned = own_table(table[row, :rows], P_TUNING, limits, f"{name} of row {row}")
         found.append(RowPrompt(learned, P_TUNING, rows, limits.vocab_size))
     return found
 
@@ -117,31 +96,6 @@ def _batched(table: np.ndarray, name: str, batch: int) -> np.ndarray:
     if table.ndim != 3 or table.shape[0] not in (1, batch) or table.dtype.kind != "f":
         raise RequestError(f"{name} has shape {list(table.shape)}; wanted [{batch}, positions, values]")
     return np.broadcast_to(table, (batch, *table.shape[1:]))
-
-
-def _learned(table: np.ndarray, kind: int, limits: Limits, where: str) -> LearnedPrompt:
-    """table: (rows, n), checked."""
-    is_prefix = kind == PREFIX_PROMPT
-    wanted = limits.prompts.prefix_size if is_prefix else limits.hidden_size
-    if is_prefix and not wanted:
-        raise RequestError(f"{where} is a prefix; the layers of this pruned model have different heads")
-    if table.shape[1] != wanted:
-        meaning = "layers * 2 * kv heads * head size" if is_prefix else "the hidden size"
-        raise RequestError(f"{where} has {table.shape[1]:,} values a position; wanted {wanted:,}, {meaning}")
-    if table.dtype != np.float16:
-        with np.errstate(over="ignore"):
-            table = table.astype(np.float32)
-    if table.nbytes > MAX_TABLE_BYTES:
-        raise RequestError(f"{where} has {table.nbytes:,} bytes; this model accepts {MAX_TABLE_BYTES:,}")
-    wrong = not_finite(table, limits.prompts.largest)
-    if wrong is not None:
-        raise RequestError(
-            f"{where} has the value {table[wrong]} at {list(wrong)}; wanted finite numbers up to "
-            f"{limits.prompts.largest:g} (data_type in config.pbtxt)"
-        )
-    dtype = "fp16" if table.dtype == np.float16 else "fp32"
-    little = table.astype(table.dtype.newbyteorder("<"), copy=False)
-    return LearnedPrompt(is_prefix=is_prefix, rows=len(table), dtype=dtype, values=little.tobytes())
 
 
 def place_rows(
