@@ -19,7 +19,9 @@ def check_conversion(conversion: Conversion) -> None:
     options.quantization_of(conversion.quantize, _GROUP)
     contracts, owner = options.contracts_of(conversion.for_clients, list(conversion.contracts), "")
     options.check_models(contracts, owner)
-    options.check_settings(options.settings_of(conversion.settings))
+    degrees = {"tensor_para_size": conversion.tp, "pipeline_para_size": conversion.pp}
+    options.check_settings({**options.settings_of(conversion.settings), **degrees})
+    options.check_dtype(conversion.dtype)
 
 
 def build_entry(checkpoint: str, output: Path, conversion: Conversion) -> None:

@@ -37,7 +37,8 @@ _ENTRY = re.compile(r"[a-z0-9][a-z0-9.-]*-[0-9a-f]{16}")
 class Conversion:
     """The options of a conversion, as `build-repo` takes them.
 
-    contracts: (): the default ones. settings: NAME=VALUE, of the engine.
+    contracts: (): the default ones. settings: NAME=VALUE, of the engine. dtype: None: the checkpoint's with a
+    GPU, fp32 without.
     """
 
     quantize: str | None = None
@@ -45,12 +46,16 @@ class Conversion:
     contracts: tuple[str, ...] = ()
     for_clients: str | None = None
     settings: tuple[str, ...] = ()
+    pp: int = 1
+    dtype: str | None = None
 
     def options(self) -> list[str]:
         """Return the options that differ from the defaults, as on a command line."""
         values = {
             "--quantize": self.quantize,
             "--tp": None if self.tp == 1 else str(self.tp),
+            "--pp": None if self.pp == 1 else str(self.pp),
+            "--dtype": self.dtype,
             "--contract": ",".join(self.contracts) or None,
             "--for": self.for_clients,
         }

@@ -30,9 +30,14 @@ def check_repository(
     settings: the engine's."""
     check_output(output, overwrite)
     repository_models(**models)
+    check_dtype(dtype)
+    engine_texts(settings, "engine settings")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise ConfigError for an unknown type of weights; None: the default."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
-    engine_texts(settings, "engine settings")
 
 
 def check_models(contracts: list[str], ensemble_owner: str) -> None:

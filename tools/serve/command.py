@@ -28,6 +28,7 @@ def serve(
         _checkpoint(metavar="FORMAT", help="int8, int4, fp8, w8a8-int8 ... as in `build-repo`."),
     ] = None,
     tp: Annotated[int, _checkpoint(min=1, help="GPUs that share each layer.")] = 1,
+    pp: Annotated[int, _checkpoint(min=1, help="Stages of layers, each with GPUs of its own.")] = 1,
     contract: Annotated[
         Optional[list[str]], _checkpoint(metavar="NAME[,NAME...]", help="Contracts to serve.")
     ] = None,
@@ -131,7 +132,7 @@ def serve(
         openai_port = usual_openai_port(address)
 
     def run() -> int:
-        conversion = Conversion(quantize, tp, tuple(names(contract)), for_clients)
+        conversion = Conversion(quantize, tp, tuple(names(contract)), for_clients, pp=pp)
         options = ServeOptions(
             find_repository(repository, conversion, cache),
             http_port, grpc_port, metrics_port, address, door_python, drain_s,
