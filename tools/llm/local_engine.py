@@ -62,6 +62,7 @@ class LocalEngine:
             )
             for number in range(values["num_engines"])
         ]
+        self._services = services
         self.texts = [
             TextService(service, self.tokenizer, values.get("stop_ids", ()), chat_template=chat_template)
             for service in services
@@ -77,23 +78,30 @@ class LocalEngine:
 
     def close(self) -> None:
         """Disconnect. The engine's processes end a moment later."""
-        for texts in self.texts:
-            texts.engine.close()
+        for service in self._services:
+            service.close()
 
     @property
     def limits(self) -> Limits:
         return self.texts[0].engine.limits()
 
-    def choose(self) -> int:
-        """Return the number of the engine with the fewest requests, and count one more for it."""
+    def choose(self, session: int | None = None) -> int:
+        """Return the number of an engine, and count one more request for it: the engine with the fewest, or
+        that of a session.
+        """
         with self._lock:
             number = min(range(len(self._open)), key=self._open.__getitem__)
+            if session is not None:
+                number = session % len(self._open)
             self._open[number] += 1
             return number
 
     def ended(self, number: int) -> None:
         with self._lock:
             self._open[number] -= 1
+
+    def end_session(self, number: int) -> None:
+        self._services[number % len(self._services)].link.end_session(number)
 
     def room(self) -> int:
         """Return how many requests may be open at once."""

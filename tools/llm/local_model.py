@@ -1,99 +1,97 @@
-"""Turns prompts of `LLM` into running requests."""
+"""Answers jobs with an engine of this machine."""
 
 from __future__ import annotations
 
 import itertools
-import queue
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Union
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from tridecode.backend.base.errors import RequestError
+import msgspec
+
+from tridecode.backend.base.errors import ContextLengthError, RequestError
+from tridecode.backend.service.engine_service import Submission
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Answer
 from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.wire.messages import SamplingParams, SessionRound
+from tridecode.tools.llm.jobs import Job, Messages, Notify, Round, last_tokens, parts_of
 from tridecode.tools.llm.local_engine import LocalEngine
 from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput
-from tridecode.tools.llm.params import BeamSearchParams, PoolingParams, SamplingParams
-from tridecode.tools.llm.progress import PromptProgress
+from tridecode.tools.llm.prompt_table import row_prompt
 from tridecode.tools.llm.running import Running
 
-#: a text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}
-Prompt = Union[str, Sequence[int], Mapping[str, Any]]
-Params = Union[SamplingParams, BeamSearchParams, PoolingParams]
-Notify = Callable[[Running], None]
 _FIELDS = FieldNames("prompt", "max_tokens", "stop", "structured_outputs")
 
 
-@dataclass(frozen=True)
-class Job:
-    """One prompt with its parameters. adapter: name of a LoRA adapter; "": none."""
+class LocalModel:
+    """Submits jobs to an engine, and counts those that run. Used by any thread.
 
-    prompt: Prompt
-    params: Params
-    adapter: str
-    add_special_tokens: bool
+    name: of a model whose config.ini names none.
+    """
 
-
-class Submitter:
-    """Submits jobs to an engine, and counts those that run. Used by any thread."""
-
-    def __init__(self, engine: LocalEngine):
-        self._engine = engine
-        self._ids = itertools.count()
+    def __init__(self, engine: LocalEngine, name: str):
+        self.engine = engine
+        self._name = name
+        self._ids, self._sessions = itertools.count(), itertools.count(1)
         self._texts: dict[bool, TokenTexts] = {}
 
+    @property
+    def name(self) -> str:
+        return self.engine.limits.model_name or self._name
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.engine.texts[0].chat_template() is not None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.limits.max_sequence_tokens
+
+    def room(self) -> int:
+        return self.engine.room()
+
     def begin(self, job: Job, notify: Notify, streaming: bool = False) -> Running:
-        """Submit a job, whose end `end` must follow. notify: see Running. Raises RequestError."""
-        number = self._engine.choose()
+        # a session stays with its engine
+        number = self.engine.choose(None if job.round is None else job.round.session)
         try:
             return self._submit(job, notify, streaming, number)
         except BaseException:
-            self._engine.ended(number)
+            self.engine.ended(number)
             raise
 
     def end(self, running: Running) -> None:
-        """Note that a request has ended; one that has not is cancelled."""
         running.cancel()
-        self._engine.ended(running.engine)
+        self.engine.ended(running.engine)
 
-    def run(self, jobs: Sequence[Job], shows: bool) -> list[RequestOutput]:
-        """Run jobs, as many at once as the engine queues. shows: the progress, on a terminal.
+    def new_session(self) -> int:
+        return next(self._sessions)
 
-        Raises the error of the first one that fails; the others are cancelled.
-        """
-        news: queue.SimpleQueue[Running] = queue.SimpleQueue()
-        waiting = iter(jobs)
-        running: set[Running] = set()
-        results: list[RequestOutput] = []
+    def end_session(self, number: int) -> None:
+        self.engine.end_session(number)
 
-        def fill() -> None:
-            while len(running) < self._engine.room() and (job := next(waiting, None)) is not None:
-                one = self.begin(job, news.put)
-                running.add(one)
-                results.append(one.output)
+    def encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        return next(self.engine.tokenizer.ids([text], self._special(add_special_tokens)))
 
-        with PromptProgress(len(jobs), shows) as bar:
-            try:
-                fill()
-                while running:
-                    one = news.get()
-                    if one in running and one.take() and one.output.finished:
-                        running.remove(one)
-                        self.end(one)
-                        bar.add(sum(len(answer.token_ids) for answer in one.output.outputs))
-                        fill()
-            finally:
-                for one in running:
-                    self.end(one)
-        return results
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.engine.tokenizer.text(list(ids))
+
+    def render(self, messages: Messages, **values: Any) -> str:
+        return self.engine.texts[0].render(messages, **values)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # ------------------------------------------------------------ one job
 
     def _submit(self, job: Job, notify: Notify, streaming: bool, number: int) -> Running:
-        texts, params = self._engine.texts[number], job.params
+        texts, params = self.engine.texts[number], job.params
         limits = texts.engine.limits()
-        self._engine.check_adapter(job.adapter)
+        self.engine.check_adapter(job.adapter)
         text, ids = self._text_and_ids(job)
         words, wanted = params.stop_words(), params.engine_params(texts, limits)
+        if job.round is not None:
+            wanted = _within(job.round, wanted, len(ids), params.max_tokens is None)
         asked = TextRequest(
             [ids],
             [wanted],
@@ -106,6 +104,7 @@ class Submitter:
             min_tokens=params.min_tokens,
             skip_special=params.skip_special_tokens,
             log_probs=params.logprobs is not None,
+            tables=() if job.table is None else (row_prompt(job.table, limits),),
             cut=params.max_tokens is None,
             structured_outputs=[params.output()],
             names=_FIELDS,
@@ -116,58 +115,50 @@ class Submitter:
         shown = None if params.logprobs is None else self._token_texts(params.skip_special_tokens)
         running = Running(texts.engine.link, output, notify, streaming or bool(words), shown, number)
         prepared = texts.prepare(asked, running, limits)
+        submissions = prepared.submissions
+        if job.round is not None:
+            submissions = [_in_session(job.round, one) for one in submissions]
         running.begin(Answer(prepared.rows, streaming, ends=True))
-        texts.engine.submit(running, prepared.submissions, timeout_s=params.timeout_s)
+        texts.engine.submit(running, submissions, timeout_s=params.timeout_s)
         return running
 
     def _text_and_ids(self, job: Job) -> tuple[str | None, list[int]]:
-        text, ids = _parts(job.prompt)
+        prompt = parts_of(job.prompt)
+        ids = prompt.ids
         if ids is None:
-            ids = next(self._engine.tokenizer.ids([text or ""], job.add_special_tokens))
-        keep = job.params.truncate_prompt_tokens or 0
-        return text, ids[-keep:] if keep > 0 else ids
+            ids = self.encode(prompt.text or "", job.add_special_tokens)
+        return prompt.text, last_tokens(ids, job.params)
+
+    def _special(self, given: bool | None) -> bool:
+        return self.engine.adds_special_tokens if given is None else given
 
     def _token_texts(self, skip_special: bool) -> TokenTexts:
         if skip_special not in self._texts:
-            self._texts[skip_special] = TokenTexts(self._engine.tokenizer.view_of(skip_special))
+            self._texts[skip_special] = TokenTexts(self.engine.tokenizer.view_of(skip_special))
         return self._texts[skip_special]
 
 
-def is_one_prompt(prompts: Any) -> bool:
-    """Return whether it is one prompt, not a list of some."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return len(prompts) > 0 and all(type(item) is int for item in prompts)
+def _within(round_: Round, wanted: SamplingParams, new: int, cut: bool) -> SamplingParams:
+    """Return the parameters of a round. new: tokens of its prompt. cut: max_tokens may be reduced.
+
+    Raises RequestError for a round that does not fit into the session.
+    """
+    if not new:
+        raise RequestError("a round of a session has no token; wanted one or more")
+    room = round_.room - len(round_.history) - new
+    if room < (1 if cut else wanted.max_tokens):
+        found = f"the session has {len(round_.history):,} tokens, prompt has {new:,}"
+        more = "" if cut else f" and max_tokens is {wanted.max_tokens:,}"
+        raise ContextLengthError(f"{found}{more}; this session has room for {round_.room:,} in all")
+    return msgspec.structs.replace(wanted, max_tokens=min(room, wanted.max_tokens))
 
 
-def params_of_each(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
-    """Return the parameters of each prompt. Raises RequestError if their number is wrong."""
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, (SamplingParams, BeamSearchParams, PoolingParams)):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; wanted one, or one for each")
-    return list(params)
-
-
-def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Return a prompt's text and its ids; one of them may be None."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, _ids(prompt)
-    if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
-        raise RequestError(f"a prompt has the keys {sorted(prompt)}; wanted prompt or prompt_token_ids")
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if text is not None and not isinstance(text, str):
-        raise RequestError(f"prompt is {type(text).__name__}; wanted a text")
-    return text, None if ids is None else _ids(ids)
-
-
-def _ids(values: Any) -> list[int]:
-    ids = list(values)
-    wrong = next((value for value in ids if type(value) is not int), None)
-    if wrong is not None or not ids:
-        raise RequestError(f"a prompt has the token id {wrong!r}; wanted one whole number or more")
-    return ids
+def _in_session(round_: Round, submission: Submission) -> Submission:
+    session = SessionRound(
+        round_.session,
+        round_.room,
+        [] if round_.begins else [len(round_.history)],
+        round_.memory_tokens,
+        round_.idle_s,
+    )
+    return replace(submission, session=session, history=[] if round_.begins else [round_.history])

@@ -11,11 +11,11 @@ import numpy as np
 class Logprob:
     """One token among the most likely of a step. logprob: natural logarithm, by the model's own logits.
 
-    rank: 1 for the most likely token. decoded_token: its text alone.
+    rank: 1 for the most likely token; None where a service does not tell it. decoded_token: its text alone.
     """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 

@@ -68,7 +68,7 @@ class SamplingParams:
 
     def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
         """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
-        _check_types(self)
+        check_types(self)
         count = limits.max_sequence_tokens if self.max_tokens is None else self.max_tokens
         return _checked(
             max_tokens=max(count, self.min_tokens) if self.max_tokens is None else count,
@@ -127,7 +127,7 @@ class BeamSearchParams:
 
     def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
         """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
-        _check_types(self)
+        check_types(self)
         count = limits.max_sequence_tokens if self.max_tokens is None else self.max_tokens
         return _checked(
             max_tokens=count,
@@ -169,7 +169,7 @@ class PoolingParams:
 
     def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
         """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
-        _check_types(self)
+        check_types(self)
         return _checked(max_tokens=0, pooling=self.pooling)
 
 
@@ -186,7 +186,7 @@ def _checked(**values: Any) -> EngineParams:
     return params
 
 
-def _check_types(params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
+def check_types(params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
     """Raise RequestError for a field of another type, such as a text for a number."""
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     for name, value in values.items():

@@ -96,7 +96,8 @@ class Running(ClientRequest):
         output.text += piece.text
         output.token_ids = tokens[: len(output.token_ids) + piece.num_tokens]
         if self._texts is not None:
-            output.cumulative_logprob = piece.cum_log_prob
+            drawn = sum(top.log_prob for _, top in piece.tops)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + drawn
             output.logprobs = (output.logprobs or []) + [
                 _logprobs(token, top, self._texts) for token, top in piece.tops
             ]

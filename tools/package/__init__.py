@@ -12,6 +12,8 @@ _MODULES = {
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "PoolingParams": "params",
+    "PromptTable": "prompt_table",
+    "Session": "session",
     "RequestOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "EmbeddingOutput": "outputs",
@@ -27,8 +29,10 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Logprob",
     "PoolingParams",
+    "PromptTable",
     "RequestOutput",
     "SamplingParams",
+    "Session",
 ]
 
 

@@ -19,21 +19,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.checkpoints import greedy, save, tiny_llama
+from tests.checkpoints import greedy
+from tests.tools.llm.models import PROMPTS, tiny_checkpoint
 from tests.waiting import wait_until
 from tridecode import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tridecode.backend.base.errors import ConfigError, RequestError
 
-PROMPTS = ["The history of", "Il pleut sur", "def add(a, b", "今日は"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    folder = save(tiny_llama(max_position_embeddings=512), tmp_path_factory.mktemp("llm") / "tiny")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return tiny_checkpoint(tmp_path_factory.mktemp("llm"))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +157,7 @@ def test_a_stream_grows_to_the_whole_answer(llm) -> None:
 
 
 def running(llm: LLM) -> int:
-    beat = llm._engine.texts[0].engine.link.beat()
+    beat = llm._model.engine.texts[0].engine.link.beat()
     return -1 if beat is None else beat.running
 
 
