@@ -14,6 +14,7 @@ from torch import Tensor
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention, has_kernel
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
+from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.gemms import Gemms
@@ -130,6 +131,19 @@ class Cuda:
         accepted: Tensor,
     ) -> None:
         self._sampling.verify(logits, batch, state, tokens, log_probs, accepted)
+
+    def look_up(
+        self,
+        history: DraftHistory,
+        rows: Tensor,
+        sampled: Tensor,
+        accepted: Tensor,
+        drafts: Tensor,
+        *,
+        longest: int,
+        found: Tensor,
+    ) -> None:
+        self._sampling.look_up(history, rows, sampled, accepted, drafts, longest, found)
 
     def sample_shared(
         self,

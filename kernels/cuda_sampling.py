@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
-from tridecode.kernels.gpu import Gpu
+from tridecode.kernels.draft_history import DraftHistory
+from tridecode.kernels.gpu import Gpu, contiguous
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.operands import MOST_QUERIES, Batch
 from tridecode.kernels.peer_sums import PeerSums
@@ -67,6 +68,48 @@ class CudaSampling:
         fields |= {name: tensor.data_ptr() for name, tensor in given}
         self._gpu.library.verify(
             self._gpu.stream, lengths=state.lengths.data_ptr(), num_decodes=rows, **fields
+        )
+
+    def look_up(
+        self,
+        history: DraftHistory,
+        rows: Tensor,
+        sampled: Tensor,
+        accepted: Tensor,
+        drafts: Tensor,
+        longest: int,
+        found: Tensor,
+    ) -> None:
+        """`look_up` of kernels.ops.Ops."""
+        given = {
+            "tokens": history.tokens,
+            "lengths": history.lengths,
+            "scopes": history.scopes,
+            "ring": history.ring,
+            "ring_scopes": history.ring_scopes,
+            "rows": rows,
+            "sampled": sampled,
+            "accepted": accepted,
+            "drafts": drafts,
+            "found": found,
+        }
+        indices("look_up", *given.items())
+        contiguous("look_up", *given.items())
+        sizes = match("look_up", ("nc", "rows", rows), ("nc", "found", found), ("Sd", "drafts", drafts))
+        if sizes["c"] != 3 or sizes["n"] > history.best.shape[0]:
+            raise ShapeError(
+                f"look_up: rows {tuple(rows.shape)} of {history.best.shape[0]} slots; wanted 3 columns, and "
+                "one row per slot at most"
+            )
+        self._gpu.library.look_up(
+            self._gpu.stream,
+            best=history.best.data_ptr(),
+            width=history.tokens.shape[1],
+            num_rows=sizes["n"],
+            num_drafts=sizes["d"],
+            ring_size=history.ring.shape[0],
+            longest=min(longest, history.tokens.shape[1]),
+            **{name: tensor.data_ptr() for name, tensor in given.items()},
         )
 
     def sample_shared(

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
@@ -267,6 +268,33 @@ class Ops(Protocol):
         and state.lengths[slot] becomes context_lens[b] - n + accepted[b] for a row of n tokens.
         Source: Leviathan et al. 2023, with a deterministic draft: a draw depends on nothing but the sequence
         and its seed, so that accepted tokens are those of one token a step.
+        """
+        ...
+
+    def look_up(
+        self,
+        history: DraftHistory,
+        rows: Tensor,
+        sampled: Tensor,
+        accepted: Tensor,
+        drafts: Tensor,
+        *,
+        longest: int,
+        found: Tensor,
+    ) -> None:
+        """Append a step's tokens to the histories of its slots, and draft what followed the longest earlier
+        occurrence of their newest tokens.
+
+        rows: (n, 3) int32, for each row its slot, the index of its first sample in `sampled`, and the index
+        in `accepted` of the number of samples that it keeps; -1: it keeps one. No two rows have the same
+        slot. Tokens beyond the width of history.tokens are dropped. An occurrence ends before the newest
+        token, in the history or in the part of the ring whose scope is one of the slot's, and has
+        LEAST_MATCH tokens or more; more than MOST_MATCH count as MOST_MATCH. Among equally long ones the
+        history goes before the ring, and the later before the earlier. drafts[slot]: (S, num_drafts) int32,
+        the tokens behind it. Where the history ends they repeat; where an answer ends, and without an
+        occurrence, they are 0. found: (n, 3) int32, columns MATCHED, SOURCE and AGREED: whether drafts[slot,
+        0] was the first new token before. longest: upper bound of history.lengths of these slots, after the
+        call. Source: Saxena 2023, prompt lookup decoding.
         """
         ...
 

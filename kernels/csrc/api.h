@@ -9,6 +9,7 @@
 #include "api/attention.h"
 #include "api/base.h"
 #include "api/chain.h"
+#include "api/drafts.h"
 #include "api/gemm.h"
 #include "api/library.h"
 #include "api/operands.h"

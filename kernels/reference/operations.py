@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.formats.kv_rounding import expanded, rounded
+from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.reference import attention, sampling
@@ -22,6 +23,7 @@ from tridecode.kernels.reference.products import (
     rotate,
     written,
 )
+from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.rows import place_rows, verify_rows
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
 
@@ -236,6 +238,19 @@ class Reference:
         accepted: Tensor,
     ) -> None:
         verify_rows(self.sample, logits, batch, state, tokens, log_probs, accepted)
+
+    def look_up(
+        self,
+        history: DraftHistory,
+        rows: Tensor,
+        sampled: Tensor,
+        accepted: Tensor,
+        drafts: Tensor,
+        *,
+        longest: int,
+        found: Tensor,
+    ) -> None:
+        look_up(history, rows, sampled, accepted, drafts, longest=longest, found=found)
 
     def candidates(
         self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor
