@@ -141,9 +141,10 @@ class Cuda:
         drafts: Tensor,
         *,
         longest: int,
+        used: int,
         found: Tensor,
     ) -> None:
-        self._sampling.look_up(history, rows, sampled, accepted, drafts, longest, found)
+        self._sampling.look_up(history, rows, sampled, accepted, drafts, longest, used, found)
 
     def sample_shared(
         self,

@@ -78,6 +78,7 @@ class CudaSampling:
         accepted: Tensor,
         drafts: Tensor,
         longest: int,
+        used: int,
         found: Tensor,
     ) -> None:
         """`look_up` of kernels.ops.Ops."""
@@ -107,7 +108,7 @@ class CudaSampling:
             width=history.tokens.shape[1],
             num_rows=sizes["n"],
             num_drafts=sizes["d"],
-            ring_size=history.ring.shape[0],
+            ring_size=min(used, history.ring.shape[0]),
             longest=min(longest, history.tokens.shape[1]),
             **{name: tensor.data_ptr() for name, tensor in given.items()},
         )

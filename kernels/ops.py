@@ -280,6 +280,7 @@ class Ops(Protocol):
         drafts: Tensor,
         *,
         longest: int,
+        used: int,
         found: Tensor,
     ) -> None:
         """Append a step's tokens to the histories of its slots, and draft what followed the longest earlier
@@ -294,7 +295,8 @@ class Ops(Protocol):
         the tokens behind it. Where the history ends they repeat; where an answer ends, and without an
         occurrence, they are 0. found: (n, 3) int32, columns MATCHED, SOURCE and AGREED: whether drafts[slot,
         0] was the first new token before. longest: upper bound of history.lengths of these slots, after the
-        call. Source: Saxena 2023, prompt lookup decoding.
+        call; 0: nothing is searched or found. used: number of the ring's first tokens that are searched.
+        Source: Saxena 2023, prompt lookup decoding.
         """
         ...
 

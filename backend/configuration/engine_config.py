@@ -13,6 +13,8 @@ from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 CACHE_SCOPES = ("all", "salt", "none")
+#: values of speculation
+SPECULATION = ("off", "lookup")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -40,6 +42,7 @@ _DEVICES = Accepted(
 )
 _PORT = Accepted("1 to 65535, or auto", lambda value: value is None or 1 <= value <= 65_535)
 _SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
+_DRAFTS = Accepted("1 to 15", lambda value: 1 <= value <= 15)
 _PART = Accepted("a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
 
 #: FasterTransformer's: 0 no rounding while loading, 1 weights, 2 weights and the rows of their inputs
@@ -166,6 +169,13 @@ class EngineConfig:
     prompt_table_bytes: int = setting(
         256 << 20, "bytes of the prompt tables that all open requests have sent", _SOME
     )
+    speculation: str = setting(
+        "off",
+        "where drafts of the next tokens come from, which a step verifies together: off, lookup (the "
+        "sequence's own text and finished answers, docs/guides/speculation.md)",
+        _one_of(*SPECULATION),
+    )
+    max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(
         0.0,
         "share of ended requests that are repeated in 16 bit for comparison (docs/guides/quantization.md); "

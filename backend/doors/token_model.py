@@ -128,12 +128,14 @@ class TritonPythonModel(EngineDoor):
         flags = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
         wanted = {f"return_{flag}": inputs.flag(f"return_{flag}") for flag in flags}
         names = inputs.client_names()
+        drafts = _drafts(inputs, batch, limits)
         params = []
         for row, named in enumerate(inputs.params(batch)):
             named.update(
                 max_tokens=counts[row],
                 stop_words=stop_words[row],
                 bad_words=bad_words[row],
+                draft_tokens=drafts[row],
                 **sampling_rules.chosen_ends(end_ids[row], ends, limits),
                 **wanted,
             )
@@ -160,6 +162,30 @@ def _counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
             length or 1, count, limits, f"row {row} of input_ids", "request_output_len"
         )
     return counts
+
+
+def _drafts(inputs: Inputs, batch: int, limits: Limits) -> list[list[int]]:
+    """Return the ids of draft_input_ids for each row, without the -1 that pad it."""
+    array = inputs.arrays.get("draft_input_ids")
+    if array is None or array.size == 0:
+        return [[]] * batch
+    rows = array[None] if array.ndim == 1 else array
+    if rows.ndim != 2 or len(rows) != batch:
+        raise RequestError(f"draft_input_ids has shape {list(array.shape)}; wanted [{batch}, n]")
+    found = []
+    for row, ids in enumerate(rows):
+        ids = ids[: int(np.flatnonzero(ids != -1)[-1]) + 1] if (ids != -1).any() else ids[:0]
+        wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
+        if wrong.size:
+            wanted = f"wanted ids below {limits.vocab_size:,}, the size of the vocabulary"
+            raise RequestError(f"row {row} of draft_input_ids has the token id {wrong[0]}; {wanted}")
+        if len(ids) > limits.max_sequence_tokens:
+            raise RequestError(
+                f"row {row} of draft_input_ids has {len(ids):,} ids; this model accepts "
+                f"{limits.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
+            )
+        found.append(ids.tolist())
+    return found
 
 
 def _fill(inputs: Inputs, prompts: Prompts) -> list[int]:

@@ -170,11 +170,12 @@ def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
 
 
 def _cache_use(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return SamplingParams.cache and .cache_salt."""
+    """Return SamplingParams.cache, .cache_salt and .speculate."""
     use = keys.get("cache", "on")
     if use == "on" and keys.get("skip_reading_prefix_cache"):
         use = "write"
-    return {"cache": use, "cache_salt": keys.get("cache_salt", "")}
+    speculate = keys.get("speculate", True)
+    return {"cache": use, "cache_salt": keys.get("cache_salt", ""), "speculate": speculate}
 
 
 def _top_log_probs(keys: dict[str, Any], received: Received) -> int:

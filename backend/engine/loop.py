@@ -191,7 +191,7 @@ class DecodeLoop:
     def _tell(self) -> None:
         """Update the status for heartbeats and metrics."""
         scheduler, status, now = self.scheduler, self.status, time.monotonic()
-        index = scheduler.cache.index
+        index, drafts = scheduler.cache.index, scheduler.planner.drafts
         if not scheduler.can_step:
             status.busy_since = 0.0
         if now - self._status_at < _TELL_S and scheduler.has_work:
@@ -214,6 +214,7 @@ class DecodeLoop:
             "evicted_blocks": index.evictions,
             "step_seconds": self._seconds,
             "steps": status.steps,
+            **dict(() if drafts is None or drafts.learning is None else drafts.learning.metrics()),
             **{name: value for work in self.background for name, value in work.metrics().items()},
         }
 

@@ -14,7 +14,13 @@ from tridecode.backend.engine.grammars.loading import load_grammars
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.drafts import may_draft
 from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.speculation.depth import DepthPolicy
+from tridecode.backend.engine.speculation.device_lookup import DeviceLookup
+from tridecode.backend.engine.speculation.host_lookup import HostLookup
+from tridecode.backend.engine.speculation.learning import Learning
+from tridecode.backend.engine.speculation.sources import RING_TOKENS, AnswerSources
 from tridecode.kernels.operands import Heads
 
 
@@ -55,7 +61,21 @@ def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Schedul
     ends = [model.end_id, *model.more_end_ids]
     grammars = load_grammars(tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms)
     adapters = Adapters(_adapter_loader(engine))
-    return Scheduler(limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine))
+    scheduler = Scheduler(
+        limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine)
+    )
+    if config.speculation != "off":
+        _use_drafts(engine, scheduler)
+    return scheduler
+
+
+def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
+    """Let the scheduler verify drafts, which the device finds, or rank 0 where plans have all ids."""
+    most, sources = engine.config.max_draft_tokens, AnswerSources(may_draft)
+    host = HostLookup(most, RING_TOKENS) if engine.drafter is None else None
+    learning = Learning(DepthPolicy(engine.step_costs, most), sources, host)
+    scheduler.planner.use_drafter(host or DeviceLookup(), learning)
+    scheduler.on_end.append(sources.finished)
 
 
 def host_tier(engine: Engine) -> HostTier | None:

@@ -92,6 +92,7 @@ def sampling_params(
         top_log_probs=top_log_probs,
         cache=wanted.cache or ("write" if wanted.skip_reading_prefix_cache else "on"),
         cache_salt=wanted.cache_salt or "",
+        speculate=or_default(wanted.speculate, True),
     )
     complaint = check(params)
     if complaint:

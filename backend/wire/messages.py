@@ -83,6 +83,8 @@ class Perf(msgspec.Struct, frozen=True, array_like=True):
     last_token_ns: int
     new_blocks: int
     reused_blocks: int
+    draft_tokens: int = 0  # verified drafts
+    accepted_draft_tokens: int = 0
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

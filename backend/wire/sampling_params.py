@@ -114,6 +114,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
     return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
     return_perf_metrics: Annotated[bool, "return times and cache blocks of the sequence"] = False
+    speculate: Annotated[
+        bool, "several tokens per step, of drafts, where the engine has them (`speculation`)"
+    ] = True
+    draft_tokens: Annotated[
+        list[int], "ids that the answer probably contains, a source of drafts; they do not change it"
+    ] = []
     cache: Annotated[
         str, "prefix cache: on; write: compute the whole prompt; off: neither use nor fill it"
     ] = "on"
@@ -135,6 +141,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def only_pools(self) -> bool:
         """Return whether the pooled hidden state is all that is wanted, so that no token is sampled."""
         return bool(self.pooling) and self.max_tokens == 0
+
+    @property
+    def returns_logits(self) -> bool:
+        """Return whether results are made of the logits of a step, besides its tokens."""
+        return self.return_context_logits or self.return_generation_logits or self.return_context_log_prob
 
     @property
     def num_slots(self) -> int:

@@ -24,6 +24,7 @@ def look_up(
     drafts: Tensor,
     *,
     longest: int,
+    used: int,
     found: Tensor,
 ) -> None:
     """Compute Ops.look_up, row by row."""
@@ -35,13 +36,15 @@ def look_up(
         history.tokens[slot, length : length + len(kept)] = kept
         length += len(kept)
         history.lengths[slot] = length
-        matched, source, following = _longest_match(history, slot, length, drafts.shape[1])
+        matched, source, following = 0, NOWHERE, torch.zeros(drafts.shape[1], dtype=torch.int32)
+        if longest:
+            matched, source, following = _longest_match(history, slot, length, used, drafts.shape[1])
         drafts[slot] = following
         found[row] = torch.tensor([matched, source, int(agreed)], dtype=torch.int32)
 
 
 def _longest_match(
-    history: DraftHistory, slot: int, length: int, most: int
+    history: DraftHistory, slot: int, length: int, used: int, most: int
 ) -> tuple[int, int, Tensor]:
     """Return the matched tokens, their place, and (most,) ids that followed them."""
     own = history.tokens[slot, :length]
@@ -50,7 +53,7 @@ def _longest_match(
     if length < LEAST_MATCH:
         return 0, NOWHERE, nothing
     matched, end = _match(own[:-1], suffix, None)
-    ring, scopes = history.ring, history.ring_scopes
+    ring, scopes = history.ring[:used], history.ring_scopes[:used]
     shared, private = history.scopes[slot].tolist()
     allowed = ((scopes == shared) & (shared >= 0)) | ((scopes == private) & (private >= 0))
     in_ring, ring_end = _match(ring[:-1], suffix, allowed[:-1])

@@ -248,9 +248,10 @@ class Reference:
         drafts: Tensor,
         *,
         longest: int,
+        used: int,
         found: Tensor,
     ) -> None:
-        look_up(history, rows, sampled, accepted, drafts, longest=longest, found=found)
+        look_up(history, rows, sampled, accepted, drafts, longest=longest, used=used, found=found)
 
     def candidates(
         self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor

@@ -73,7 +73,7 @@ def looked_up(place: Place, history: DraftHistory, drafts: torch.Tensor, rows, s
     longest = int(history.lengths.max()) + 16
     place.ops.look_up(
         history, place.ints(rows), place.ints(sampled), place.ints(accepted), drafts,
-        longest=longest, found=found,
+        longest=longest, used=len(history.ring), found=found,
     )  # fmt: skip
     return found.cpu()
 
@@ -159,3 +159,35 @@ def test_tokens_beyond_the_width_are_dropped(place: Place) -> None:
     assert int(history.lengths[1]) == WIDTH
     assert int(history.tokens[1, WIDTH - 1]) == 3
     assert int(history.tokens[2, 0]) == 0
+
+
+def test_a_step_of_many_rows_appends_and_searches_nothing(place: Place) -> None:
+    history = history_of(place, [-1] * 8, [-1] * 8)
+    history.tokens[2, :4] = place.ints([4, 5, 4, 5])
+    history.lengths[2] = 4
+    drafts = place.ints(np.full((SLOTS, MOST_DRAFTS), 4))
+    found = place.ints(np.full((1, 3), -7))
+    place.settle()
+    place.ops.look_up(
+        history, place.ints([[2, 0, -1]]), place.ints([4]), place.ints([1]), drafts,
+        longest=0, used=8, found=found,
+    )  # fmt: skip
+    assert found.tolist() == [[0, NOWHERE, 1]]
+    assert history.tokens[2, :5].tolist() == [4, 5, 4, 5, 4]
+    assert drafts[2].tolist() == [0] * MOST_DRAFTS and drafts[1].tolist() == [4] * MOST_DRAFTS
+
+
+def test_the_ring_is_searched_as_far_as_it_is_used(place: Place) -> None:
+    history = history_of(place, [-1, 1, 2, 7, -1, 1, 2, 8, -1], [0] * 9)
+    history.tokens[0, :2] = place.ints([5, 1])
+    history.scopes[0] = place.ints([0, -1])
+    for used, wanted in [(9, 8), (5, 7), (2, 0)]:
+        history.lengths[0] = 2
+        drafts = place.ints(np.zeros((SLOTS, MOST_DRAFTS)))
+        found = place.ints(np.zeros((1, 3)))
+        place.settle()
+        place.ops.look_up(
+            history, place.ints([[0, 0, -1]]), place.ints([2]), place.ints([1]), drafts,
+            longest=9, used=used, found=found,
+        )  # fmt: skip
+        assert int(drafts[0, 0]) == wanted

@@ -20,7 +20,7 @@ NEUTRAL = {
     *("is_return_context_embeddings", "pad_id", "return_num_input_tokens", "return_num_output_tokens"),
     *("early_stopping", "lora_name", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),
     *("decoder_input_ids", "decoder_input_lengths", "draft_acceptance_threshold", "resume"),
-    *("min_p", "cache", "cache_salt"),
+    *("min_p", "cache", "cache_salt", "speculate", "draft_input_ids"),
 }
 MOST = 8  # tokens that are computed; a longer answer is compared as far
 #: by the names of both contracts

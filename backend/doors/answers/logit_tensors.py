@@ -109,7 +109,7 @@ def _padded(rows: Sequence[bytes], vocab_size: int) -> np.ndarray:
 def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, list[Any]]:
     """Return TensorRT-LLM's performance metrics, the newest of each row; {} if a row has none.
 
-    There are no draft tokens, so their counts are 0. kv_cache_alloc_total_blocks: new and reused blocks.
+    kv_cache_alloc_total_blocks: new and reused blocks. acceptance_rate: of the drafts; 0 without any.
     """
     newest = [[extra.perf for _, extra in piece if extra.perf is not None][-1:] for piece in pieces]
     if not all(newest):
@@ -123,7 +123,7 @@ def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, lis
         "first_scheduled_time_ns": [perf.first_scheduled_ns for perf in perfs],
         "first_token_time_ns": [perf.first_token_ns for perf in perfs],
         "last_token_time_ns": [perf.last_token_ns for perf in perfs],
-        "acceptance_rate": [0.0] * len(perfs),
-        "total_accepted_draft_tokens": [0] * len(perfs),
-        "total_draft_tokens": [0] * len(perfs),
+        "acceptance_rate": [perf.accepted_draft_tokens / max(perf.draft_tokens, 1) for perf in perfs],
+        "total_accepted_draft_tokens": [perf.accepted_draft_tokens for perf in perfs],
+        "total_draft_tokens": [perf.draft_tokens for perf in perfs],
     }

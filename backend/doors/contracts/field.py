@@ -141,10 +141,11 @@ def refused(
     return Field(name, dtype, dims=dims, kind=kind, declared=declared, refused=True, neutral=neutral)
 
 
-#: the use of the prefix cache; common to every model of whole prompts
+#: the use of the prefix cache and of drafts; common to every model of whole prompts
 CACHE_FIELDS = (
     Field("cache", "STRING", default="`on`", param="cache"),
     Field("cache_salt", "STRING", default="none", param="cache_salt"),
+    Field("speculate", "BOOL", default="true", param="speculate"),
 )
 
 
@@ -154,8 +155,8 @@ def with_parameters(
     without: tuple[str, ...] = (),
     table: type[SamplingParams] = SamplingParams,
 ) -> tuple[Field, ...]:
-    """Return the fields, and one more for each sampling parameter with a range, and for those of the prefix
-    cache, that none of them sets.
+    """Return the fields, and one more for each sampling parameter with a range, for those of the prefix
+    cache and of drafts, that none of them sets.
 
     whole: dtype of integer fields. without: parameters that the contract leaves out.
     """

@@ -87,9 +87,9 @@ _OUTPUTS = (
     Output("first_scheduled_time_ns", "INT64", (1,), "when its first step began"),
     Output("first_token_time_ns", "INT64", (1,), "when its first new token was known"),
     Output("last_token_time_ns", "INT64", (1,), "when its last token was known"),
-    Output("acceptance_rate", "FP32", (1,), "0: draft tokens are not used"),
-    Output("total_accepted_draft_tokens", "INT32", (1,), "0"),
-    Output("total_draft_tokens", "INT32", (1,), "0"),
+    Output("acceptance_rate", "FP32", (1,), "accepted drafts / drafts; 0 without drafts"),
+    Output("total_accepted_draft_tokens", "INT32", (1,), "drafts that became tokens of the answer"),
+    Output("total_draft_tokens", "INT32", (1,), "drafts that steps verified (`speculation`)"),
 )
 
 LLMAPI = Contract(_INPUTS, _OUTPUTS, batched=False)

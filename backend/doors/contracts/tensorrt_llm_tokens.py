@@ -32,12 +32,20 @@ _INPUTS = (
     ),
     Field("request_output_len", "INT32", param="max_tokens", required=True, keeps_axis=True),
     Field("num_return_sequences", "INT32", param="num_return_sequences"),
-    refused("draft_input_ids", "INT32", dims=(-1,)),
+    Field(
+        "draft_input_ids",
+        "INT32",
+        "ids that the answer probably contains, from which drafts are taken (`speculation`); -1 at the end of "
+        "a row: padding. They do not change the answer",
+        "none",
+        (-1,),
+        "ids",
+    ),
     # TensorRT-LLM's preprocessing always makes these two
     Field("decoder_input_ids", "INT32", _ENCODER, dims=(-1,), kind="ids"),
     Field("decoder_input_lengths", "INT32", _ENCODER),
     refused("draft_logits", "FP32", dims=(-1, -1)),
-    Field("draft_acceptance_threshold", "FP32", "no effect: draft tokens are not used"),
+    Field("draft_acceptance_threshold", "FP32", "no effect: a draft counts if it is the token that is drawn"),
     Field("end_id", "INT32", "token that ends a row; -1: none", "the model's"),
     Field("pad_id", "INT32", "fills the shorter rows of a whole answer", "`end_id`"),
     Field("stop_words_list", "INT32", "words that end a row and stay in it", "none", (2, -1), "word_ids"),

@@ -142,6 +142,7 @@ KEYS = (
     Key("guided_choice", "object", "the answer is one of these texts", "none", wanted="a list of texts"),
     Key("guided_grammar", "object", "a grammar that the answer follows, in Lark's notation or EBNF", "none",
         wanted="a text"),
+    Key("speculate", "bool", "several tokens per step, of drafts, where the engine has them", "true"),
     _refused("logit_bias", {}),
     _refused("allowed_token_ids", []),
     _refused("detokenize", True),

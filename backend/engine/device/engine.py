@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.table import background_kinds, part_runs
-from tridecode.backend.engine.device.pending import Pending
+from tridecode.backend.engine.device.pending import Found, Pending
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.ranks.agreement import StepDigest, copied_state
 from tridecode.backend.engine.ranks.exchange import waiting
 from tridecode.backend.engine.ranks.parallel import GPU
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, whole_rows
+from tridecode.backend.engine.speculation.depth import StepCosts
+from tridecode.backend.engine.speculation.sources import RING_TOKENS
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs
@@ -34,9 +37,9 @@ from tridecode.kernels.sampling_state import SamplingState
 class DeviceDrafter(Protocol):
     """Proposes tokens on the device, for a scheduler whose Drafter leaves their ids to it."""
 
-    def propose(self, plan: StepPlan, state: SamplingState) -> None:
+    def propose(self, plan: StepPlan, state: SamplingState) -> Found | None:
         """Write state.drafts for the slots of a step that has just been launched; on every rank, in the order
-        of the device's stream. state: as that step leaves it."""
+        of the device's stream. state: as that step leaves it. Return the values of StepResult.found."""
         ...
 
 
@@ -68,6 +71,9 @@ class Engine:
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
         self.drafter: DeviceDrafter | None = None
+        if config.speculation == "lookup" and not state.ranks.is_pipelined:
+            self.drafter = LookupDrafter(state, self.sampler, RING_TOKENS, ring)
+        self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
         if open_weights is not None:
             self.background = [run(state, open_weights) for run in background_kinds(config).values()]
@@ -123,8 +129,7 @@ class Engine:
             with torch.inference_mode():
                 for part in parts:
                     part.after_sampling(self.sampler.tokens[: plan.num_samples])
-        if self.drafter is not None:
-            self.drafter.propose(plan, self.state.sampling)
+        found = None if self.drafter is None else self.drafter.propose(plan, self.state.sampling)
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         return Pending(
             self.ranks,
@@ -136,6 +141,7 @@ class Engine:
             self.ranks.take_posted(),
             self.ranks.raise_if_lost,
             accepted,
+            found,
         )
 
     def _without_rows(self, parts: list[PartRun[Any]]) -> Pending:
@@ -157,9 +163,13 @@ class Engine:
             return False
         if plan.parts and not all(part.captures for part in plan.parts):
             return False
+        return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan))
+
+    def replay_rows(self, plan: StepPlan) -> bool:
+        """Run a plan of decode rows as a CUDA graph, if there is one."""
         if plan.queries:
             return self.query_graphs is not None and self.query_graphs.replay(plan)
-        return self.graphs.replay(plan) is not None or self._replay_prompts(plan)
+        return self.graphs is not None and self.graphs.replay(plan) is not None
 
     @torch.inference_mode()
     def _replay_prompts(self, plan: StepPlan) -> bool:

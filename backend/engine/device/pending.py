@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,10 @@ from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.ranks.exchange import waiting
 from tridecode.backend.engine.ranks.parallel import GPU, Posted, Ranks
 from tridecode.backend.engine.step.plan import StepResult
+
+
+#: (n,) rows of a step, and (n, 3) int32 of the host, StepResult.found of these rows once the device is done
+Found = tuple[np.ndarray, Tensor]
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Pending:
     posted: list[Posted] = field(default_factory=list)
     check: Callable[[], None] | None = None
     accepted: Tensor | None = None  # StepResult.accepted, of a step that verifies drafts
+    found: Found | None = None
 
     @classmethod
     def of_forward(cls, ranks: Ranks, parts: list[PartRun[Any]], done: torch.cuda.Event | None) -> Pending:
@@ -53,6 +59,8 @@ class Pending:
         result = StepResult(self.tokens.numpy().copy(), self.log_probs.numpy().copy())
         if self.accepted is not None:
             result.accepted = self.accepted.numpy().copy()
+        if self.found is not None:
+            result.found = self.found[0], self.found[1].numpy().copy()
         if self.parts:
             result.parts = [part.result() for part in self.parts]
         if self.on_result is not None:

@@ -13,6 +13,7 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.cache_size import choose_num_blocks
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.measured_costs import measured_costs
 from tridecode.backend.engine.device.parts.background_run import OpenWeights
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.ranks.parallel import Ranks
@@ -76,6 +77,12 @@ def prepare(engine: Engine, phase: Progress, open_host: OpenHost | None = None) 
     if can_capture(engine):
         begin("the capture of CUDA graphs")
         _capture(engine, phase)
+    if engine.config.speculation != "off":
+        begin("the measurement of steps with drafts")
+        queries = engine.config.max_draft_tokens + 1
+        if engine.graphs is not None:
+            capture_query_graphs(engine, queries, phase)
+        engine.step_costs = measured_costs(engine, queries)
     ranks.barrier("the end of the start")
 
 

@@ -23,7 +23,8 @@ from tridecode.kernels.sampling_state import SamplingState
 class StepSampler:
     """Owns the sampled tokens on the device and their buffers on the host.
 
-    ring: number of host buffers, used in turns; more than there are steps in flight.
+    ring: number of host buffers, used in turns; more than there are steps in flight. accepted: (B,) int32, of
+    the decode rows of the newest step that verifies.
     """
 
     def __init__(self, state: DeviceState, ring: int):
@@ -35,7 +36,7 @@ class StepSampler:
             self._peers = PeerSampler(state.ops, ranks.peers, vocab)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
-        self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.accepted = torch.zeros(rows, dtype=torch.int32, device=device)
         self._results = [
             (empty_host((rows,), torch.int32, device), empty_host((rows,), torch.float32, device))
             for _ in range(ring)
@@ -60,7 +61,7 @@ class StepSampler:
             others = slots.clone()
             others[:first] = -1
             self._draw(logits, others, state, tokens=tokens, log_probs=log_probs)
-        outputs = tokens[:first], log_probs[:first], self._accepted[: batch.num_decodes]
+        outputs = tokens[:first], log_probs[:first], self.accepted[: batch.num_decodes]
         if self._state.vocab is None:
             self._state.ops.verify(
                 logits[:first], batch, state, tokens=outputs[0], log_probs=outputs[1], accepted=outputs[2]
@@ -124,7 +125,7 @@ class StepSampler:
     def fetch_accepted(self, plan: StepPlan) -> Tensor:
         """Start the copy of a verifying step's (num_decodes,) accepted counts to the host, after `fetch`."""
         count, ranks = plan.num_decodes, self._ranks
-        accepted, host = self._accepted[:count], self._host_accepted[plan.step % len(self._host_accepted)]
+        accepted, host = self.accepted[:count], self._host_accepted[plan.step % len(self._host_accepted)]
         if not count:
             return host[:0]
         if ranks.is_pipelined:  # the plans have all ids and lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.host_copies import HostCopies
@@ -25,6 +26,7 @@ _PARTS: list[type[StepPart]] = [
     TopTokens,
     HostCopies,
     BeamRows,
+    DraftSources,
 ]
 PARTS = {part.tag: part for part in _PARTS}
 

@@ -128,6 +128,13 @@ def fault_of(
             f"the prompt and the tokens wanted{beams} need {blocks} cache blocks; "
             f"the cache has {limits.num_blocks} (cache_bytes in config.pbtxt)"
         )
+    if len(params.draft_tokens) > limits.max_sequence_tokens:
+        return (
+            f"draft_tokens has {len(params.draft_tokens):,} ids; this model accepts "
+            f"{limits.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
+        )
+    if any(not 0 <= token < limits.vocab_size for token in params.draft_tokens):
+        return f"draft_tokens has a token id outside 0 to {limits.vocab_size - 1}"
     if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
         return f"top_log_probs is {params.top_log_probs}; wanted 0 to {MAX_TOP_LOG_PROBS}, or -1 for none"
     if any(not word for word in params.bad_words):

@@ -11,6 +11,7 @@ from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.drafts import Drafter, DraftPlanner
 from tridecode.backend.engine.schedule.rows import Rows, adapters_of, slot_start, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage
+from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.step.plan import SlotStart
 
 
@@ -56,9 +57,9 @@ class DecodePlanner:
         self._last_lengths = np.zeros(limits.max_sequences, np.int32)  # by slot: the last token is in flight
         self.drafts: DraftPlanner | None = None  # of an engine with a drafter
 
-    def use_drafter(self, drafter: Drafter) -> None:
+    def use_drafter(self, drafter: Drafter, learning: Learning | None = None) -> None:
         """Verify the tokens that the drafter proposes. Call this before the first plan."""
-        self.drafts = DraftPlanner(drafter, self._limits, self._cache, self._last_lengths)
+        self.drafts = DraftPlanner(drafter, self._limits, self._cache, self._last_lengths, learning)
 
     # ------------------------------------------------------------ which sequences decode
 
@@ -171,7 +172,10 @@ class DecodePlanner:
         """
         batch = self._current() if len(sequences) == len(self.decoding) else self._batch_of(sequences)
         if self.drafts is not None:
-            return self._draft_rows(self.drafts, sequences, batch, draft_budget)
+            counts = self.drafts.counts(sequences, draft_budget)
+            if counts is not None or (self.drafts.needs_token and self._limits.micro_batches == 1):
+                counts = counts or [0] * len(sequences)
+                return self._draft_rows(self.drafts, sequences, batch, counts, draft_budget)
         cache, positions = self._cache, batch.positions
         kv_slots = cache.addresses(batch.slots, positions if batch.rings is None else positions % batch.rings)
         token_ids = np.full(len(sequences), -1, np.int32)
@@ -275,9 +279,14 @@ class DecodePlanner:
             self._set_decoding([one for one in self.decoding if one.stage is Stage.DECODE])
 
     def _draft_rows(
-        self, drafts: DraftPlanner, sequences: list[Sequence], batch: _Batch, budget: int
+        self,
+        drafts: DraftPlanner,
+        sequences: list[Sequence],
+        batch: _Batch,
+        counts: list[int],
+        budget: int,
     ) -> Rows:
-        drafted = drafts.rows(sequences, budget)
+        drafted = drafts.rows(sequences, counts, budget)
         starts = (
             self._start_forks(sequences, drafted.token_ids, drafted.starts[:-1]) if self._unstarted else []
         )

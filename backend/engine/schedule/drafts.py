@@ -16,6 +16,7 @@ import numpy as np
 from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.step.plan import MOST_QUERIES
 
 
@@ -50,63 +51,89 @@ class DraftRows:
 
 def may_draft(sequence: Sequence) -> bool:
     """Return whether rows of a sequence may have drafts. Beams choose their tokens on the host, a session's
-    ring overwrites what earlier tokens of a row still see, extra outputs are of one token a step, and blocks
-    of a request with a prompt table are cleared when it ends."""
-    group = sequence.group
+    ring overwrites what earlier tokens of a row still see, logits are returned for one token a step, a
+    grammar's mask is of one token, and blocks of a request with a prompt table are cleared when it ends."""
+    group, params = sequence.group, sequence.params
     return (
-        group.search is None
+        params.speculate
+        and group.search is None
         and group.row is None
         and group.learned is None
-        and sequence.extra_outputs is None
-        and sequence.params.top_log_probs < 0
+        and sequence.constraint is None
+        and not params.returns_logits
+        and params.top_log_probs < 0
     )
 
 
 class DraftPlanner:
     """Builds the decode rows of an engine with a drafter.
 
-    last_lengths: (S,) int32 by slot, the length at which a sequence's last token is in flight."""
+    last_lengths: (S,) int32 by slot, the length at which a sequence's last token is in flight. learning: what
+    is learned of drafts, and how many of them a step verifies; None: as many as the drafter proposes."""
 
     def __init__(
-        self, drafter: Drafter, limits: SchedulerLimits, cache: CacheManager, last_lengths: np.ndarray
+        self,
+        drafter: Drafter,
+        limits: SchedulerLimits,
+        cache: CacheManager,
+        last_lengths: np.ndarray,
+        learning: Learning | None = None,
     ):
         self._drafter, self._limits, self._cache = drafter, limits, cache
-        self._last_lengths = last_lengths
+        self._last_lengths, self.learning = last_lengths, learning
 
     @property
     def needs_token(self) -> bool:
         return self._drafter.needs_token
 
-    def rows(self, sequences: list[Sequence], budget: int) -> DraftRows:
+    def counts(self, sequences: list[Sequence], budget: int) -> list[int] | None:
+        """Return how many drafts each row of a step may have; None: the step has none and places no row.
+
+        budget: drafts that all rows together may have.
+        """
+        counts = [0] * len(sequences)
+        learning = self.learning
+        if budget > 0 and (learning is None or learning.may_draft(len(sequences))):
+            mosts = [self._most(sequence, budget) for sequence in sequences]
+            counts = mosts if learning is None else learning.choose(sequences, mosts)
+        if any(counts) or any(sequence.unsettled for sequence in sequences):
+            return counts
+        return None
+
+    def _most(self, sequence: Sequence, budget: int) -> int:
+        if not may_draft(sequence):
+            return 0
+        left = self._last_lengths.item(sequence.slot) - self._cache.lengths.item(sequence.slot) - 1
+        return max(min(MOST_QUERIES - 1, budget, left), 0)
+
+    def rows(self, sequences: list[Sequence], counts: list[int], budget: int) -> DraftRows:
         """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
-        cache and the tokens in flight. budget: drafts that all rows together may have."""
-        cache, ids, counts, lens = self._cache, [], [], []
+        cache and the tokens in flight. counts: drafts of each row at most. budget: of all rows together."""
+        cache, ids, totals, lens = self._cache, [], [], []
         places: list[np.ndarray] = []
-        for sequence in sequences:
+        for sequence, most in zip(sequences, counts):
             slot = sequence.slot
             length, is_known = cache.lengths.item(slot), sequence.unsettled == 0
-            most = 0
-            if budget > 0 and may_draft(sequence):
-                most = min(MOST_QUERIES - 1, budget, self._last_lengths.item(slot) - length - 1)
+            most = min(most, budget)
             row = self._ids(sequence, min(most, self._room(sequence, length, most)) if most > 0 else 0)
             count = len(row)
             budget -= count - 1
             place = np.arange(length, length + count, dtype=np.int32)
             ids.append(row)
-            counts.append(count)
+            totals.append(count)
             places.append(place if is_known else np.full(count, -1, np.int32))
             lens.append(min(length + count, cache.rings.item(slot)) if is_known else -1)
             cache.lengths[slot] = length + count
             sequence.in_flight += count
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        owner = np.repeat(np.arange(len(sequences)), counts)
+        starts = np.concatenate([[0], np.cumsum(totals)]).astype(np.int32)
+        owner = np.repeat(np.arange(len(sequences)), totals)
         slots = np.array([sequence.slot for sequence in sequences], np.int32)[owner]
         place = np.concatenate(places)
         shifts = cache.shifts[slots]
         kv_slots = np.where(place < 0, -1, cache.addresses(slots, np.maximum(place, 0) % cache.rings[slots]))
         context_lens = np.array(lens, np.int32)
         verifies = len(place) > len(sequences) or bool((context_lens < 0).any())
-        for sequence, count, length in zip(sequences, counts, lens):
+        for sequence, count, length in zip(sequences, totals, lens):
             if count > 1 or length < 0:
                 sequence.unsettled += 1
         return DraftRows(
@@ -115,7 +142,7 @@ class DraftPlanner:
             kv_slots.astype(np.int32),
             starts,
             context_lens,
-            max(counts) if verifies else 0,
+            max(totals) if verifies else 0,
         )
 
     def _ids(self, sequence: Sequence, most: int) -> np.ndarray:

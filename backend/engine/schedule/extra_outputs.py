@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from tridecode.backend.engine.speculation.records import DraftRecord
 from tridecode.backend.wire.messages import EventExtra, Perf
 from tridecode.backend.wire.sampling_params import SamplingParams
 
@@ -39,9 +40,11 @@ class ExtraOutputs:
         """Return those of a fork, whose parent returns what belongs to the prompt."""
         return ExtraOutputs(prompt_tokens, self.arrived_ns, self.scheduled_ns)
 
-    def take(self, params: SamplingParams, has_token: bool, finished: bool) -> EventExtra | None:
-        """Return what the next event carries, or None."""
-        perf = self._perf(has_token) if params.return_perf_metrics and (has_token or finished) else None
+    def take(
+        self, params: SamplingParams, has_token: bool, finished: bool, drafts: DraftRecord | None = None
+    ) -> EventExtra | None:
+        """Return what the next event carries, or None. drafts: of the sequence."""
+        perf = self._perf(has_token, drafts) if params.return_perf_metrics and (has_token or finished) else None
         log_prob, self.log_prob = self.log_prob, 0.0
         context, self.context = self.context, []
         generation, self.generation = self.generation, []
@@ -49,10 +52,12 @@ class ExtraOutputs:
             return None
         return EventExtra(b"".join(context), b"".join(generation), log_prob, perf)
 
-    def _perf(self, has_token: bool) -> Perf:
+    def _perf(self, has_token: bool, drafts: DraftRecord | None) -> Perf:
         """Return the metrics so far: a door may end the text before the engine does."""
         if has_token:
             self.last_ns = time.time_ns()
             self.first_ns = self.first_ns or self.last_ns
         new = self.blocks - self.reused
-        return Perf(self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns, new, self.reused)
+        counts = (0, 0) if drafts is None else (drafts.drafted, drafts.accepted)
+        times = self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns
+        return Perf(*times, new, self.reused, *counts)

@@ -44,6 +44,8 @@ class OutputProcessor:
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Append a step's tokens and end the sequences they end."""
         sampled = plan.sequences
+        if self._planner.drafts is not None and self._planner.drafts.learning is not None:
+            self._planner.drafts.learning.end_step(plan, result)
         if plan.queries:
             sampled = [one for one, count in zip(sampled, plan.samples.tolist()) for _ in range(count)]
         elif not plan.samples.all():

@@ -14,6 +14,7 @@ from tridecode.backend.engine.schedule.prefill_planner import Chunk, PrefillPlan
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.schedule.step_builder import StepBuilder
 from tridecode.backend.engine.schedule.waiting import WaitingQueue
+from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.step.plan import StepPlan
 
 #: The limit on the tokens of a step in which sequences decode: LLaMA-3-8B on an H200 takes 0.18 s for 8192
@@ -61,9 +62,9 @@ class Planner:
         """Return how many sequences have given their slot back and have their last token in flight."""
         return len(self._decode.without_slot)
 
-    def use_drafter(self, drafter: Drafter) -> None:
+    def use_drafter(self, drafter: Drafter, learning: Learning | None = None) -> None:
         """Verify the tokens that the drafter proposes. Call this before the first plan."""
-        self._decode.use_drafter(drafter)
+        self._decode.use_drafter(drafter, learning)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence for admission."""
@@ -149,8 +150,8 @@ class Planner:
         rows = []
         if decodes:
             budget = 0
-            if self.drafts is not None and not extra_outputs:
-                budget = self._draft_budget(decodes, beams, chunks)
+            if self.drafts is not None:
+                budget = self._draft_budget(self.drafts, decodes, beams, chunks)
             rows.append(self._decode.take_rows(decodes, budget))
         if beams:
             rows.append(self.beams.take_rows(beams))
@@ -159,6 +160,8 @@ class Planner:
             copies = self.cache.tier.take(plan.num_tokens)  # of blocks that earlier plans have written
             if copies is not None:
                 plan.parts.append(copies)
+        if self.drafts is not None and self.drafts.learning is not None:
+            self.drafts.learning.begin_step(plan)
         for chunk in chunks:
             self.cache.index_written(chunk.sequence)
             self.counters.computed_prompt_tokens += chunk.num_tokens
@@ -180,14 +183,17 @@ class Planner:
             return limits.max_step_tokens
         return min(limits.max_step_tokens, max(MIXED_TOKENS, limits.max_sequences)) - num_decodes
 
-    def _draft_budget(self, decodes: list[Sequence], beams: list[Sequence], chunks: list[Chunk]) -> int:
+    def _draft_budget(
+        self, drafts: DraftPlanner, decodes: list[Sequence], beams: list[Sequence], chunks: list[Chunk]
+    ) -> int:
         """Return the tokens that a step's decode rows may have beyond one each."""
         limits, rows = self.limits, len(decodes) + len(beams)
+        if beams or limits.long_prompt_tokens or (chunks and drafts.learning is not None):
+            return 0
         others = [chunk.sequence for chunk in chunks] + decodes
-        if (
-            beams
-            or limits.long_prompt_tokens
-            or any(one.params.top_log_probs >= 0 or one.constraint is not None for one in others)
+        if any(
+            one.params.top_log_probs >= 0 or one.params.returns_logits or one.constraint is not None
+            for one in others
         ):
             return 0
         tokens = rows + sum(chunk.num_tokens for chunk in chunks)

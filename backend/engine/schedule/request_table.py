@@ -110,7 +110,9 @@ class RequestTable:
         if sequence.embedding is not None and (tokens or finish):  # else a chunk of the prompt may be missing
             embedding = sequence.take_embedding()
         if sequence.extra_outputs is not None:
-            extra = sequence.extra_outputs.take(sequence.params, bool(tokens), bool(finish))
+            extra = sequence.extra_outputs.take(
+                sequence.params, bool(tokens), bool(finish), sequence.draft_record
+            )
         tops = sequence.take_top() if sequence.top is not None and tokens else []
         event = Event(
             group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra,

@@ -17,6 +17,7 @@ from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
 from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
+from tridecode.backend.engine.speculation.records import DraftRecord
 from tridecode.backend.wire.beam_tree import BeamText
 from tridecode.backend.wire.messages import BeamStep, Event, TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
@@ -154,6 +155,7 @@ class Sequence:
     num_indexed: int = 0  # leading blocks that have an identity
     fetches: int = 0  # number of times that it waited for blocks of the host tier
     fetched: int = 0  # blocks that were copied in for it since its last admission
+    draft_record: DraftRecord | None = None  # set while its rows have drafts
     overtaken: int = 0  # number of sequences behind it that were admitted before it
 
     def __post_init__(self) -> None:

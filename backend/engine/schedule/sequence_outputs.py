@@ -36,12 +36,7 @@ _OF_COMPUTED_PROMPTS = (
 
 
 def wants_extra_outputs(params: SamplingParams) -> bool:
-    return (
-        params.return_context_logits
-        or params.return_generation_logits
-        or params.return_context_log_prob
-        or params.return_perf_metrics
-    )
+    return params.returns_logits or params.return_perf_metrics
 
 
 def begin_outputs(sequence: Sequence) -> None:

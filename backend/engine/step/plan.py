@@ -143,13 +143,15 @@ class StepResult:
     BROKEN_LOGITS or NO_TOKEN. accepted: (num_decodes,) int32 in a step that verifies: the samples of each
     decode row that it keeps, its first ones; the others are undefined.
 
-    parts: the result of each of the plan's parts, None for a part without a result.
+    parts: the result of each of the plan's parts, None for a part without a result. found: of a drafter on
+    the device: (n,) rows of the plan that have drafts, and (n, 3) int32, what Ops.look_up found for them.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
     parts: list[Any] = field(default_factory=list)
     accepted: np.ndarray | None = None
+    found: tuple[np.ndarray, np.ndarray] | None = None
 
 
 #: files the result of the parts of one class; a scheduler passes one for each class whose results it needs

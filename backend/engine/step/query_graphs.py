@@ -54,6 +54,11 @@ class QueryGraphs:
                 self._graphs[rows, queries] = capture(load(empty_rows(rows, queries), rows, queries), what)
         log.info("captured %d graphs of steps with drafts", len(shapes))
 
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Return the (rows, queries) of the graphs."""
+        return set(self._graphs)
+
     def replay(self, plan: StepPlan) -> bool:
         """Run a plan of decode rows without slot starts that verifies; return False if no graph fits."""
         if plan.num_decodes != plan.num_rows or plan.starts:

@@ -78,6 +78,7 @@ MEANINGS: dict[str, Meaning] = {
     "prompt_logprobs": Meaning(
         "log probabilities of the prompt's tokens, and this many alternatives of each; no stream", "none"
     ),
+    "speculate": Meaning("several tokens per step, of drafts, where the engine has them", "true"),
     # completions
     "prompt": Meaning("a text, a list of texts, token ids, or a list of lists of token ids", _REQUIRED),
     "CompletionRequest.logprobs": Meaning(

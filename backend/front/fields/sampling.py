@@ -70,6 +70,7 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
+    speculate: bool | None = None
 
     # accepted without effect: see NO_EFFECT
     user: Any = None

@@ -175,6 +175,12 @@ ENGINE_METRICS = {
         "host_faults", COUNTER, "Blocks of the host tier with a wrong checksum, which were computed again"
     ),
     "output_tokens": _engine("output_tokens", COUNTER, "Tokens that the engine generated"),
+    "draft_tokens": _engine(
+        "draft_tokens", COUNTER, "Drafts that steps verified, by their origin", "drafter"
+    ),
+    "accepted_draft_tokens": _engine(
+        "accepted_draft_tokens", COUNTER, "Drafts that became tokens of an answer", "drafter"
+    ),
     "preemptions": _engine(
         "preemptions", COUNTER, "Sequences that gave their cache blocks back and are computed again"
     ),

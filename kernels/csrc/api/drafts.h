@@ -23,7 +23,7 @@ typedef struct {
   int* found;   // (num_rows, 3): matched tokens, their place, whether the draft before was right
   int64_t width;
   int num_rows, num_drafts, ring_size;
-  int longest;  // tokens of a history, at most
+  int longest;  // tokens of a history, at most; 0: nothing is searched
 } tridecode_look_up_task;
 int tridecode_look_up(const tridecode_look_up_task* task, void* stream);
 

@@ -128,8 +128,10 @@ int tridecode_look_up(const tridecode_look_up_task* given, void* stream) {
   const Task task = {*given};
   if (int status = launch("look_up", append_tokens, given->num_rows, kWarp, 0, stream, task))
     return status;
-  const int64_t places = int64_t(given->longest) + given->ring_size;
-  const dim3 grid(ceil_div(places, kThreads * kPlaces), given->num_rows);
-  if (int status = launch("look_up", find_match, grid, kThreads, 0, stream, task)) return status;
+  if (given->longest > 0) {
+    const int64_t places = int64_t(given->longest) + given->ring_size;
+    const dim3 grid(ceil_div(places, kThreads * kPlaces), given->num_rows);
+    if (int status = launch("look_up", find_match, grid, kThreads, 0, stream, task)) return status;
+  }
   return launch("look_up", copy_drafts, given->num_rows, kWarp, 0, stream, task);
 }

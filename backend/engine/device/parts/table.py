@@ -21,6 +21,7 @@ from tridecode.backend.engine.device.parts.top_tokens import TopTokensRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.host_copies import HostCopies
@@ -41,6 +42,7 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     TopTokens: TopTokensRun,
     HostCopies: HostCopiesRun,
     BeamRows: BeamsRun,
+    DraftSources: PartRun,  # the drafter reads it (Engine.drafter)
 }
 BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}
 

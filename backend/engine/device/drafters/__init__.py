@@ -1,0 +1,1 @@
+"""Drafters that propose tokens on the device of each rank."""

@@ -1,0 +1,115 @@
+"""Drafts on the device of each rank: what followed the newest tokens where they occurred before."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.step_sampler import StepSampler
+from tridecode.backend.engine.parts.draft_sources import DraftSources, Entry
+from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.query_graphs import ROWS
+from tridecode.backend.engine.step.results import empty_host, to_host
+from tridecode.kernels.draft_history import SEPARATOR, DraftHistory
+from tridecode.kernels.sampling_state import SamplingState
+
+
+class LookupDrafter:
+    """Keeps the tokens of each slot on the device and drafts from them after each step (Ops.look_up).
+
+    ring: tokens of the ring of finished answers. turns: host buffers of results, more than steps in flight.
+    """
+
+    def __init__(self, state: DeviceState, sampler: StepSampler, ring: int, turns: int):
+        config, device = state.config, state.device
+        assert config.max_sequence_tokens is not None
+        self._ops, self._sampler, self._device = state.ops, sampler, device
+        self._longest, self._block_tokens = config.max_sequence_tokens, config.block_tokens
+        self.history = DraftHistory.allocate(config.slots, self._longest, ring, device)
+        self._found = torch.zeros((config.slots, 3), dtype=torch.int32, device=device)
+        self._host = [empty_host((config.slots, 3), torch.int32, device) for _ in range(turns)]
+        self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
+        self._next = self._used = 0  # place of the ring that is written next; written places
+
+    @torch.inference_mode()
+    def propose(self, plan: StepPlan, state: SamplingState) -> tuple[np.ndarray, Tensor] | None:
+        """Write state.drafts behind the newest tokens of a launched step.
+
+        Return the (n,) rows of the plan that have drafts, and (n, 3) int32 of the host, which holds what
+        Ops.look_up has found for them once the device has done the step. None: no row has drafts.
+        """
+        self._take_slots(plan)
+        ends = np.cumsum(plan.samples)
+        is_mine = (plan.samples > 0) & (plan.slots >= 0)
+        is_mine[is_mine] = self._drafts[plan.slots[is_mine]]
+        rows = np.flatnonzero(is_mine)
+        if not len(rows):
+            return None
+        counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
+        firsts = (ends - plan.samples)[rows]
+        table = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
+        found = self._found[: len(rows)]
+        self._ops.look_up(
+            self.history,
+            _on_device(torch.from_numpy(table), self._device),
+            self._sampler.tokens,
+            self._sampler.accepted,
+            state.drafts,
+            longest=self._longest_history(plan) if plan.num_decodes <= ROWS[-1] else 0,
+            used=self._used,
+            found=found,
+        )
+        host = self._host[plan.step % len(self._host)][: len(rows)]
+        return rows, to_host(found, host)
+
+    def _longest_history(self, plan: StepPlan) -> int:
+        """Return an upper bound of the tokens of a history after the step."""
+        return min(plan.block_tables.shape[1] * self._block_tokens + 1, self._longest)
+
+    def _take_slots(self, plan: StepPlan) -> None:
+        """Apply the copies of slots, the slots that start and the new texts of a plan."""
+        history, forks, sources = self.history, plan.part(Forks), plan.part(DraftSources)
+        if forks is not None and forks.slots:
+            pairs = np.array(forks.slots).T
+            both = _on_device(torch.from_numpy(pairs.astype(np.int64)), self._device)
+            for tensor in (history.tokens, history.lengths, history.scopes):
+                tensor[both[1]] = tensor[both[0]]
+            self._drafts[pairs[1]] = self._drafts[pairs[0]]
+        for start in plan.starts:
+            self._drafts[start.slot] = False
+        if sources is None:
+            return
+        known = {start.slot: start.history for start in plan.starts}
+        for slot, shared, private in sources.slots:
+            tokens = known[slot][: self._longest]
+            self._drafts[slot] = True
+            history.tokens[slot, : len(tokens)] = self._ints(tokens)
+            history.lengths[slot] = len(tokens)
+            history.scopes[slot] = self._ints([shared, private])
+        for entry in sources.entries:
+            self._append(entry)
+
+    def _append(self, entry: Entry) -> None:
+        """Write a text into the ring, between two separators."""
+        ring, scopes = self.history.ring, self.history.ring_scopes
+        size = len(ring)
+        tokens = np.concatenate([[SEPARATOR], entry.tokens[: size - 2], [SEPARATOR]])
+        first = self._next
+        while len(tokens):
+            part = tokens[: size - first]
+            ring[first : first + len(part)] = self._ints(part)
+            scopes[first : first + len(part)] = entry.scope
+            self._used = max(self._used, first + len(part))
+            tokens, first = tokens[len(part) :], (first + len(part)) % size
+        self._next = (first - 1) % size  # the next text begins at the last separator
+
+    def _ints(self, values: object) -> Tensor:
+        return _on_device(torch.from_numpy(np.asarray(values, np.int32).copy()), self._device)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, made without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,67 @@
+"""Measures what steps of decode rows cost with and without drafts, before the first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.speculation.depth import StepCosts
+from tridecode.backend.engine.step.decode_graphs import decode_plan
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.query_graphs import empty_rows, query_shapes
+
+log = logging.getLogger("tridecode.engine")
+
+#: timed runs of each shape after an untimed one, by type of device; the median counts
+_RUNS = {"cuda": 5, "cpu": 3}
+#: rows that are measured on a CPU, whose steps take long
+_CPU_ROWS = (1, 4, 16)
+
+
+def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
+    """Return the seconds of steps of decode rows of up to most_queries tokens. Collective. None for a device
+    that is neither a GPU nor a CPU.
+
+    The rows are empty: attention to their own tokens and sampling are not measured.
+    """
+    device = engine.device.type
+    if device not in _RUNS:
+        return None
+    shapes = [shape for shape in query_shapes(engine.config.slots, most_queries) if shape[1] > 1]
+    if device == "cpu":
+        shapes = [shape for shape in shapes if shape[0] in _CPU_ROWS]
+    elif engine.query_graphs is not None:
+        shapes = [shape for shape in shapes if shape in engine.query_graphs.shapes]
+    plain = {rows: _seconds(engine, decode_plan(rows)) for rows in sorted({rows for rows, _ in shapes})}
+    several = {shape: _seconds(engine, empty_rows(*shape)) for shape in shapes}
+    for (rows, queries), seconds in several.items():
+        ratio = seconds / plain[rows]
+        log.info("a step of %d rows of %d tokens: %.2f x one of a token each", rows, queries, ratio)
+    return StepCosts(plain, several)
+
+
+def _seconds(engine: Engine, plan: StepPlan) -> float:
+    """Return the median seconds of a step."""
+    times = []
+    for run in range(_RUNS[engine.device.type] + 1):
+        begun = time.perf_counter()
+        _run(engine, plan)
+        if engine.is_asynchronous:
+            engine.synchronize()
+        if run:
+            times.append(time.perf_counter() - begun)
+    return float(np.median(times))
+
+
+@torch.inference_mode()
+def _run(engine: Engine, plan: StepPlan) -> None:
+    """Run the forward of a plan of empty rows on all stages, as a graph where there is one."""
+    x = engine.state.work.hidden[: plan.num_tokens]
+    engine.ranks.receive(x)
+    if not engine.replay_rows(plan):
+        engine.run(engine.buffers.load(plan))
+    engine.ranks.send(x)

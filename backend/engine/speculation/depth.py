@@ -1,0 +1,121 @@
+"""Chooses how many drafts of each row a step verifies, by what they are worth and what they cost. No torch.
+
+A draft is worth the probability that it is accepted, which is learned; a step costs its measured time. Rows
+of one step share a padded number of tokens, so the choice is one width: the rows then take as many drafts as
+fit. At high load the cost of every width exceeds its worth, and no row gets drafts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tridecode.backend.engine.speculation.records import DraftRecord
+
+#: weight of a new result in the learned chance of a sequence, and of all sequences with a match as long
+_OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
+#: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
+_LEAST_GAIN = 1.03
+#: a chance at most this high: a draft behind many accepted ones is never certain
+_MOST_CHANCE = 0.98
+#: chance of a draft at first, by _length_class of its match
+_FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step of decode rows, measured at start-up. plain: by padded number of rows, of steps
+    without drafts. several: by padded rows and tokens per row, of steps that verify."""
+
+    plain: Mapping[int, float]
+    several: Mapping[tuple[int, int], float]
+
+    def widths(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
+        """Return the seconds of a plain step of `rows` rows, and each width that it can have with its
+        seconds; (0.0, []) if it can have none."""
+        sizes = sorted({size for size, _ in self.several})
+        place = bisect_left(sizes, rows)
+        plains = sorted(self.plain)
+        plain = bisect_left(plains, rows)
+        if place == len(sizes) or plain == len(plains):
+            return 0.0, []
+        padded = sizes[place]
+        found = [(width, cost) for (size, width), cost in self.several.items() if size == padded]
+        return self.plain[plains[plain]], sorted(width for width in found if width[0] > 1)
+
+
+@dataclass
+class DepthPolicy:
+    """Learns the chances of drafts, and chooses the width of steps.
+
+    costs: None: a row with a match gets all drafts that it may have. most: drafts per row (max_draft_tokens).
+    """
+
+    costs: StepCosts | None
+    most: int
+    _shared: list[float] = field(default_factory=lambda: list(_FIRST_CHANCES))
+    _widths: dict[int, tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
+
+    def may_widen(self, rows: int) -> bool:
+        """Return whether a step of this many rows can have drafts."""
+        return self.costs is None or bool(self._widths_of(rows)[1])
+
+    def choose(self, records: Sequence[DraftRecord | None], mosts: Sequence[int]) -> list[int]:
+        """Return the number of drafts of each row of a step.
+
+        records: of the rows, None for one without drafts. mosts: the most drafts that each may have.
+        """
+        mosts = [min(most, self.most) for most in mosts]
+        if self.costs is None:
+            return [most if self.chance(record) else 0 for record, most in zip(records, mosts)]
+        plain, widths = self._widths_of(len(records))
+        chances = [self.chance(record) for record in records]
+        mosts = [most if chance > 0 else 0 for most, chance in zip(mosts, chances)]
+        if not widths or not any(mosts):
+            return [0] * len(mosts)
+        best, best_width = _LEAST_GAIN * len(mosts) / plain, 1
+        for width, cost in widths:
+            expected = len(mosts) + sum(
+                _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
+            )
+            if expected / cost > best:
+                best, best_width = expected / cost, width
+        return [min(most, best_width - 1) for most in mosts]
+
+    def chance(self, record: DraftRecord | None) -> float:
+        """Return the probability that the next draft of a row is right."""
+        if record is None or not record.matched:
+            return 0.0
+        shared = self._shared[_length_class(record.matched)]
+        if record.chance < 0:
+            return shared
+        return min((record.chance + shared) / 2, _MOST_CHANCE)
+
+    def learn(self, record: DraftRecord, drafted: int, accepted: int) -> None:
+        """Take the result of a row: `accepted` of its `drafted` drafts were right, the next one was not."""
+        if not record.matched or not drafted:
+            return
+        place = _length_class(record.matched)
+        if record.chance < 0:
+            record.chance = self._shared[place]
+        for right in [1.0] * accepted + [0.0] * (accepted < drafted):
+            record.chance += _OWN_WEIGHT * (right - record.chance)
+            self._shared[place] += _SHARED_WEIGHT * (right - self._shared[place])
+
+    def _widths_of(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
+        found = self._widths.get(rows)
+        if found is None:
+            assert self.costs is not None
+            found = self._widths[rows] = self.costs.widths(rows)
+        return found
+
+
+def _expected(chance: float, drafts: int) -> float:
+    """Return the expected number of accepted drafts of a row: chance + chance^2 + ... ."""
+    return chance * (1 - chance**drafts) / (1 - chance) if chance < 1 else float(drafts)
+
+
+def _length_class(matched: int) -> int:
+    """Return the class of a match by its length: 0 for none, then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more."""
+    return min(matched.bit_length(), len(_FIRST_CHANCES) - 1)

@@ -1,0 +1,89 @@
+"""What the scheduler learns of drafts from the results of steps, and what it decides with it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.speculation.depth import DepthPolicy
+from tridecode.backend.engine.speculation.host_lookup import HostLookup
+from tridecode.backend.engine.speculation.sources import AnswerSources
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
+
+#: names of drafters in metrics, by DraftRecord.source
+DRAFTERS = ("lookup", "lookup", "lookup", "client")
+
+
+@dataclass
+class Learning:
+    """The drafts of an engine: their number per row, their texts, their results.
+
+    sources: of the searched texts. host: searches on rank 0; None: each rank's device does. drafted,
+    accepted: totals by name of the drafter.
+    """
+
+    policy: DepthPolicy
+    sources: AnswerSources
+    host: HostLookup | None = None
+    drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
+    accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
+
+    def may_draft(self, rows: int) -> bool:
+        """Return whether a step of this many rows can have drafts."""
+        return self.policy.may_widen(rows)
+
+    def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
+        """Return the number of drafts of each row of a step. mosts: the most that each may have."""
+        records = [one.draft_record for one in sequences]
+        if self.host is not None:
+            for sequence, record, most in zip(sequences, records, mosts):
+                if record is not None and most:
+                    self.host.search(sequence, record)
+        return self.policy.choose(records, mosts)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Add the new texts and the slots that start to a plan."""
+        part = self.sources.take(plan)
+        if part is None:
+            return
+        if self.host is None:
+            plan.parts.append(part)
+        else:
+            self.host.take(part)
+
+    def end_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the result of a step."""
+        if plan.queries and result.accepted is not None:
+            wide = np.flatnonzero(plan.samples[: plan.num_decodes] > 1).tolist()
+            for row in wide:
+                self._verified(plan.sequences[row], int(plan.samples[row]) - 1, int(result.accepted[row]) - 1)
+        if result.found is None:
+            return
+        may_draft = self.may_draft(plan.num_decodes)
+        for row, (matched, source, agreed) in zip(result.found[0].tolist(), result.found[1].tolist()):
+            record = plan.sequences[row].draft_record
+            if record is None:
+                continue
+            if may_draft and row < plan.num_decodes and plan.samples[row] == 1:
+                self.policy.learn(record, 1, agreed)
+            record.matched, record.source = matched, source
+
+    def _verified(self, sequence: Sequence, drafted: int, right: int) -> None:
+        record = sequence.draft_record
+        if record is None:
+            return
+        self.policy.learn(record, drafted, right)
+        record.drafted += drafted
+        record.accepted += right
+        name = DRAFTERS[record.source]
+        self.drafted[name] += drafted
+        self.accepted[name] += right
+
+    def metrics(self) -> Iterator[tuple[str, float]]:
+        """Yield the names and values of EngineBeat.metrics."""
+        for name, count in self.drafted.items():
+            yield f'draft_tokens{{drafter="{name}"}}', count
+            yield f'accepted_draft_tokens{{drafter="{name}"}}', self.accepted[name]
