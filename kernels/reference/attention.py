@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +18,7 @@ _QUERY_CHUNK = 256
 def decode_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
     """Compute Ops.decode_attention for rows that are rotated and cached."""
     if batch.decode_queries > 1:
-        _attend_rows(qkv, heads, batch, cache, range(batch.num_decodes), out, reads_cache=True)
-        return
+        batch = _row_of_each_token(batch)
     rows = batch.num_decodes
     queries = heads.num_heads * heads.head_size
     # the query heads of a KV head count as queries of one head: (B, K, H / K, D)
@@ -32,6 +33,28 @@ def decode_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer,
         out[batch.context_lens[:rows] == 0] = 0
 
 
+def _row_of_each_token(batch: Batch) -> Batch:
+    """Return a batch of decode rows of one token each: the bits of a token do not depend on its row."""
+    if "token_rows" not in batch.memo:
+        rows, tokens = batch.num_decodes, batch.decode_tokens
+        starts = batch.query_starts[: rows + 1]
+        token = torch.arange(tokens, device=starts.device)
+        row = (torch.searchsorted(starts.long(), token, right=True) - 1).clamp(max=rows - 1)
+        behind = starts[row + 1] - 1 - token  # tokens of the row behind this one; below 0: padding
+        lens = torch.where(behind >= 0, (batch.context_lens[row] - behind).clamp(min=0), 0)
+        batch.memo["token_rows"] = replace(
+            batch,
+            block_tables=batch.block_tables[row],
+            context_lens=lens.int(),
+            query_starts=torch.arange(tokens + 1, dtype=torch.int32, device=starts.device),
+            num_decodes=tokens,
+            decode_queries=1,
+            decode_tokens=tokens,
+            memo={},
+        )
+    return batch.memo["token_rows"]
+
+
 def prefill_attention(qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor) -> None:
     """Ops.prefill_attention."""
     _attend_rows(qkv, heads, batch, cache, range(batch.num_decodes, batch.num_rows), out)
@@ -44,12 +67,10 @@ def _attend_rows(
     cache: CacheLayer,
     rows: range,
     out: Tensor,
-    reads_cache: bool = False,
 ) -> None:
     """Compute causal attention row by row.
 
-    qkv, out: begin at the first token of `rows`. Rows without cached tokens read keys and values from qkv,
-    unless reads_cache.
+    qkv, out: begin at the first token of `rows`. Rows without cached tokens read keys and values from qkv.
     """
     queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -63,7 +84,7 @@ def _attend_rows(
             continue
         mine = qkv[first:last]
         q = mine[:, :queries].unflatten(1, (-1, heads.head_size)).transpose(0, 1)  # (H, T, D)
-        if lens[row] == last - first and not reads_cache:
+        if lens[row] == last - first:
             k = mine[:, queries : queries + keys].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
             v = mine[:, queries + keys :].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
         else:
