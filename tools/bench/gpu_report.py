@@ -37,6 +37,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_families_gpu.py",
     "tests/backend/engine/test_host_tier_gpu.py",
     "tests/backend/engine/test_kv_cache_gpu.py",
+    "tests/backend/engine/test_lookup_gpu.py",
     "tests/backend/engine/test_pipeline_gpu.py",
     "tests/backend/engine/test_pooling_gpu.py",
     "tests/backend/engine/test_sessions_gpu.py",
