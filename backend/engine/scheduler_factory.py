@@ -61,9 +61,7 @@ def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Schedul
     ends = [model.end_id, *model.more_end_ids]
     grammars = load_grammars(tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms)
     adapters = Adapters(_adapter_loader(engine))
-    scheduler = Scheduler(
-        limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine)
-    )
+    scheduler = Scheduler(limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine))
     if config.speculation != "off":
         _use_drafts(engine, scheduler)
     return scheduler

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
-from tridecode.kernels.formats.kv_rounding import expanded, rounded
 from tridecode.kernels.draft_history import DraftHistory
+from tridecode.kernels.formats.kv_rounding import expanded, rounded
 from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.reference import attention, sampling
+from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.products import (
     GATED,
     activate,
@@ -23,7 +24,6 @@ from tridecode.kernels.reference.products import (
     rotate,
     written,
 )
-from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.rows import place_rows, verify_rows
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
 

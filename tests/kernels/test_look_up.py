@@ -35,7 +35,7 @@ def run_back(tokens: list[int], end: int, suffix: list[int]) -> int:
 
 
 def searched(own: list[int], ring: list[int], scopes: list[int], mine: list[int]) -> tuple[int, int, list]:
-    """What a slot with these tokens finds: length, source and drafts."""
+    """Search for a slot with these tokens: return length, source and drafts."""
     best = (LEAST_MATCH - 1, 2, -1)  # beats every shorter one
     for place in range(len(ring) - 1):
         if scopes[place] >= 0 and scopes[place] in mine:

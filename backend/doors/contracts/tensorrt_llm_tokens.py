@@ -35,8 +35,8 @@ _INPUTS = (
     Field(
         "draft_input_ids",
         "INT32",
-        "ids that the answer probably contains, from which drafts are taken (`speculation`); -1 at the end of "
-        "a row: padding. They do not change the answer",
+        "ids that the answer probably contains, from which drafts are taken (`speculation`); -1 pads the end "
+        "of a row. They do not change the answer",
         "none",
         (-1,),
         "ids",

@@ -59,7 +59,7 @@ class DraftSources(StepPart):
     def encode(self) -> Any:
         tokens = [np.zeros(0, np.int32), *(entry.tokens for entry in self.entries)]
         return _Frame(
-            [tuple(slot) for slot in self.slots],
+            [(slot.slot, slot.shared, slot.private) for slot in self.slots],
             [entry.scope for entry in self.entries],
             [len(entry.tokens) for entry in self.entries],
             ints(np.concatenate(tokens)),

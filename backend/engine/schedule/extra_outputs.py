@@ -44,7 +44,9 @@ class ExtraOutputs:
         self, params: SamplingParams, has_token: bool, finished: bool, drafts: DraftRecord | None = None
     ) -> EventExtra | None:
         """Return what the next event carries, or None. drafts: of the sequence."""
-        perf = self._perf(has_token, drafts) if params.return_perf_metrics and (has_token or finished) else None
+        perf = (
+            self._perf(has_token, drafts) if params.return_perf_metrics and (has_token or finished) else None
+        )
         log_prob, self.log_prob = self.log_prob, 0.0
         context, self.context = self.context, []
         generation, self.generation = self.generation, []

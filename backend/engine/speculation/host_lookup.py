@@ -1,4 +1,4 @@
-"""Drafts on the host of rank 0, for pipeline stages on GPUs, whose plans have the ids of all tokens. No torch.
+"""Finds drafts on the host of rank 0, where plans have the ids of all tokens: pipeline stages. No torch.
 
 The search is that of Ops.look_up.
 """

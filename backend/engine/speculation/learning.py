@@ -1,4 +1,4 @@
-"""What the scheduler learns of drafts from the results of steps, and what it decides with it. No torch."""
+"""Learns from the results of steps how good drafts are, and decides how many there are. No torch."""
 
 from __future__ import annotations
 

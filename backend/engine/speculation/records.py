@@ -1,4 +1,4 @@
-"""What the scheduler knows of one sequence's drafts. No torch."""
+"""The drafts of one sequence, as the scheduler knows them. No torch."""
 
 from __future__ import annotations
 
