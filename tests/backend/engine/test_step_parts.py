@@ -47,6 +47,7 @@ def test_the_plan_and_its_results_have_the_core_and_parts() -> None:
         "tokens",
         "log_probs",
         "accepted",
+        "found",
         "parts",
     }
     sizes = {"num_tokens", "num_rows", "num_columns"}
