@@ -120,6 +120,7 @@ DEFAULTED = {("text", "max_tokens")}
 #: our additional outputs
 OUR_OUTPUTS = {
     "text": {"num_input_tokens", "num_output_tokens", "finish_reason"},
+    "vllm": {"prompt_logprobs"},
     "tensorrt_llm_ensemble": {"num_input_tokens", "num_output_tokens", "finish_reason"},
     "token_model": {"num_input_tokens", "num_output_tokens", "finish_reason", "events"},
     "text_v05": {"cum_log_probs", "output_log_probs", "batch_index", "finish_reason"},
