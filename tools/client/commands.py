@@ -41,6 +41,12 @@ def generate(
     grammar: Annotated[
         Optional[Path], typer.Option(help="Grammar that the answer follows, in Lark's notation or EBNF.")
     ] = None,
+    regex: Annotated[
+        Optional[str], typer.Option(help="Regular expression that matches the whole answer.")
+    ] = None,
+    choice: Annotated[
+        Optional[list[str]], typer.Option(help="The answer is this text, or another --choice; repeatable.")
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
     ] = 128,
@@ -67,25 +73,28 @@ def generate(
     Example:
       tridecode generate --prompt "The capital of France is" --temperature 0.7 --top-k 50
       tridecode generate --prompt "What is gravity?" --chat
+      tridecode generate --prompt "Is it warm? " --choice yes --choice no
       tridecode generate --prompt "How deep is the harbour?" --tools tools.json --tool-choice required
     """
     from tridecode.tools.client import forms
     from tridecode.tools.client import generate as client
 
+    one_of = [_utf8("--choice", text) for text in choice or ()]
+    guide = forms.read_guide(schema, grammar, None if regex is None else _utf8("--regex", regex), one_of)
     given = {
         **sampling,
         "max_tokens": max_tokens,
         "stop_words": [_utf8("--stop", word) for word in stop or ()] or None,
         "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
         "lora_name": None if lora_name is None else _utf8("--lora-name", lora_name),
-        **forms.read_guide(schema, grammar),
+        **guide,
     }
     text: str | client.TemplatedPrompt
     text = asked = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
     url = client.grpc_address(url)
     called: forms.ToolChat | None = None
     if tools is not None:
-        if schema is not None or grammar is not None:
+        if guide:
             raise ConfigError("--tools and a form of the answer are both given; wanted one of them")
         from tridecode.tools.client.chat import find_tokenizer_dir
 

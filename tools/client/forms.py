@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,23 @@ from tridecode.tools.client.generate import Piece, TemplatedPrompt
 _MAX_FILE_BYTES = 1 << 20
 
 
-def read_guide(schema: Path | None, grammar: Path | None) -> dict[str, str]:
-    """Return the inputs for the form of the answer, from one of two files; {} without any.
+def read_guide(
+    schema: Path | None, grammar: Path | None, regex: str | None = None, choice: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the inputs for the form of the answer, from one of these; {} without any.
 
-    schema: a JSON schema. grammar: in Lark's notation or EBNF. Raises ConfigError.
+    schema: file of a JSON schema. grammar: file of one in Lark's notation or EBNF. regex: matches the whole
+    answer. choice: the answer is one of them. Raises ConfigError.
     """
-    if schema is not None and grammar is not None:
-        raise ConfigError("--schema and --grammar are both given; wanted one of them")
+    values = {"--schema": schema, "--grammar": grammar, "--regex": regex, "--choice": choice or None}
+    named = [option for option, value in values.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]} and {named[1]} are both given; wanted one of them")
+    if regex is not None:
+        return {GUIDE_TYPE: "regex", GUIDE: regex}
+    if choice:
+        one_of = " | ".join(json.dumps(text) for text in choice)
+        return {GUIDE_TYPE: "ebnf_grammar", GUIDE: f"start: CHOICE\nCHOICE: {one_of}\n"}
     if schema is not None:
         text = _read("--schema", schema)
         _parsed("--schema", schema, text)

@@ -20,6 +20,7 @@ _MEANINGS = {
     "NoExtensionBias": "it allows no token here",
     "NoExtension": "it allows no token here",
     "ParserTooComplex": "it is too ambiguous (limit of the parser's items)",
+    "oneOf constraints are not supported": "oneOf with alternatives that may overlap is not supported",
     "LexerTooComplex": "its regular expressions have too many states",
 }
 

@@ -41,10 +41,43 @@ def read_vocabulary(
         if piece is not None:
             tokens[token] = bytes_of(token, piece)
 
-    def encode(text: bytes) -> list[int]:
-        return tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+    found = Vocabulary(tokens, frozenset(special | set(ends)), ends)
+    return found, _ExactEncoder(tokenizer, found)
 
-    return Vocabulary(tokens, frozenset(special | set(ends)), ends), encode
+
+class _ExactEncoder:
+    """Tokenises a part of a text so that the bytes of the tokens are those of the part.
+
+    A tokenizer may add a space before a text, or normalise it: then the longest token that fits comes next. A
+    grammar's forced bytes would otherwise become tokens that it does not allow.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary):
+        self._tokenizer, self._tokens, self._special = tokenizer, vocabulary.tokens, vocabulary.special
+        self._ids: dict[bytes, int] = {}
+        for token, text in enumerate(vocabulary.tokens):
+            if text and token not in vocabulary.special:
+                self._ids.setdefault(text, token)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        is_text = all(token < len(self._tokens) and token not in self._special for token in ids)
+        if is_text and b"".join(self._tokens[token] for token in ids) == text:
+            return ids
+        return self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """Return the longest tokens in turn, up to the first byte that no token begins with."""
+        ids, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[text[at : at + size]])
+            at += size
+        return ids
 
 
 def _bytes_of_pieces(tokenizer: Tokenizer) -> Callable[[int, str], bytes]:

@@ -28,14 +28,14 @@ def tokenizer_folder() -> Path:
 
 
 @functools.cache
-def random_model(vocab_size: int = PADDED_VOCAB) -> GPT2LMHeadModel:
+def random_model(vocab_size: int = PADDED_VOCAB, layers: int = 1) -> GPT2LMHeadModel:
     """Return a model whose tokens are about equally likely at temperature 1."""
     torch.manual_seed(3)
     config = GPT2Config(
         vocab_size=vocab_size,
         n_positions=512,
         n_embd=32,
-        n_layer=1,
+        n_layer=layers,
         n_head=2,
         bos_token_id=1,
         eos_token_id=END,

@@ -252,6 +252,10 @@ REFUSED = {
     "dependentRequired": (schema({"type": "object", "dependentRequired": {"a": ["b"]}}), "dependentRequired"),
     "not": (schema({"not": {"type": "null"}}), '"not"'),
     "if": (schema({"if": {"type": "null"}, "then": {}}), '"if", "then"'),
+    "oneOf": (
+        schema({"oneOf": [{"type": "string"}, {"minLength": 3}]}),
+        "oneOf with alternatives that may overlap",
+    ),
     "format": (schema({"type": "string", "format": "flurb"}), "Unknown format: flurb"),
     "lenient": (
         schema({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}),

@@ -196,6 +196,7 @@ def on_ranks(
     pipelined: bool = False,
     fuses: bool = False,
     host_fds: Sequence[int] = (),
+    tokenizer_dir: Path | None = None,
     **settings,
 ) -> tuple[Result, list[Engine]]:
     """What `use` makes of an engine over tensor x stages ranks, and the ranks' engines.
@@ -231,7 +232,7 @@ def on_ranks(
     try:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        result = use(OfflineEngine(engines[0]))
+        result = use(OfflineEngine(engines[0], tokenizer_dir=tokenizer_dir))
     finally:
         ThreadRanks(meeting, 0).broadcast_plan(None)
         for thread in threads:

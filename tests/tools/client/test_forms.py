@@ -97,6 +97,17 @@ def test_a_schema_and_a_grammar_travel_as_guides(folder: Path) -> None:
             assert found["guided_decoding_guide"] == (folder / file).read_text()
 
 
+def test_an_expression_and_choices_travel_as_guides(folder: Path) -> None:
+    with fake_server(text_model("yes")) as server:
+        assert run(server, folder, "--chat", "--regex", "[0-9]+ m").exit_code == 0
+        found = sent(server)
+        assert (found["guided_decoding_guide_type"], found["guided_decoding_guide"]) == ("regex", "[0-9]+ m")
+        assert run(server, folder, "--chat", "--choice", "yes", "--choice", 'n"o').exit_code == 0
+        found = sent(server)
+        assert found["guided_decoding_guide_type"] == "ebnf_grammar"
+        assert found["guided_decoding_guide"] == 'start: CHOICE\nCHOICE: "yes" | "n\\"o"\n'
+
+
 #: arguments -> part of the error
 BAD = {
     ("--tools", "absent.json"): "--tools: .*absent.json cannot be read",
@@ -105,6 +116,7 @@ BAD = {
     ("--tools", "tools.json", "--tool-choice", "tide"): 'function.name is "tide"; wanted one of tools: depth',
     ("--tools", "tools.json", "--schema", "tools.json"): "wanted one of them",
     ("--chat", "--schema", "bad.json"): "bad.json is not JSON",
+    ("--chat", "--regex", "a", "--choice", "b"): "--regex and --choice are both given; wanted one of them",
     ("--chat", "--schema", "tools.json", "--grammar", "tools.json"): "wanted one of them",
 }
 
