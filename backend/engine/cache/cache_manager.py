@@ -76,7 +76,7 @@ class CacheManager:
             return Admission.NO_BLOCKS
         if self.prefixes.is_coming(sequence, length // size):
             return Admission.COMING
-        is_alone = row is None and prefix is None
+        is_alone = prefix is None and length % size == 0
         if self.tier is not None and is_alone and self.prefixes.is_brought(sequence, blocks, needed):
             return Admission.COMING
         self.index.share(blocks)  # from now on they are not evicted
@@ -108,10 +108,14 @@ class CacheManager:
         The last token never counts.
         """
         group = sequence.group
-        if group.row is not None:
-            return group.row.find(self.index, sequence.num_known, context_of(group, shift), self.block_tokens)
+        row, size = group.row, self.block_tokens
+        if row is not None and group.chain is None:
+            return row.find(self.index, sequence.num_known, context_of(group, shift), size)
         blocks = self.prefixes.find(sequence, shift)
-        length = len(blocks) * self.block_tokens
+        length = len(blocks) * size
+        if row is not None:  # its own blocks count if the last of them reaches further
+            kept = row.find(self.index, sequence.num_known, context_of(group, shift), size, is_shared=True)
+            return kept if kept[0] > length else (length, blocks)
         if prefix is not None and length < len(sequence.prompt):
             length = len(sequence.prompt) - 1
             blocks = prefix.blocks[: -(-length // self.block_tokens)]
@@ -202,7 +206,8 @@ class CacheManager:
     def held(self, sequence: Sequence) -> Held:
         """Return what a sequence with a slot has in the cache."""
         length, shift = self.lengths.item(sequence.slot), self.shifts.item(sequence.slot)
-        return Held(sequence.blocks, length, context_of(sequence.group, shift))
+        keys = self.prefixes.full_keys(sequence, length)
+        return Held(sequence.blocks, length, context_of(sequence.group, shift), keys)
 
     def index_written(self, sequence: Sequence) -> None:
         """Index the full blocks of a prompt that the plan in the making writes. Where another sequence has

@@ -1,9 +1,9 @@
 """Reuse of blocks between requests: which blocks a sequence finds, and which it adds. Host only, no torch.
 
 A full block gets its identity with the plan that writes it: later plans run after that one, so they may read
-it. Blocks of answers get theirs when the sequence gives them back, by its end or by a preemption. Rings and
-rounds of sessions (sessions.py) are outside, and so are requests with a prompt table of their own, whose
-blocks are cleared when they are released.
+it. Blocks of answers get theirs when the sequence gives them back, by its end or by a preemption. Rounds of
+sessions share their full blocks, too, except those with a ring (sessions.py). Requests with a prompt table of
+their own are outside: their blocks are cleared when they are released.
 """
 
 from __future__ import annotations
@@ -80,6 +80,17 @@ class PrefixCache:
             for key in self._keys(sequence, found, len(chain.keys)):
                 self._coming.setdefault(key, sequence)
 
+    def full_keys(self, sequence: Sequence, length: int) -> list[bytes] | None:
+        """Return the identities of a sequence's full blocks; None if it does not enter the index.
+
+        length: tokens that are in the cache.
+        """
+        if sequence.group.chain is None:
+            return None
+        if sequence.unsettled:  # `length` is an upper bound
+            length = min(length, sequence.num_known - 1)
+        return self._keys(sequence, 0, min(length, sequence.num_known) // self._size)
+
     def index_written(self, sequence: Sequence, length: int) -> tuple[int, list[int]]:
         """Index the full blocks of a sequence whose first `length` tokens are in the cache once the planned
         steps have run. Return the number of blocks before them, and the blocks that have their identities:
@@ -141,7 +152,8 @@ class PrefixCache:
 def context_of(group: SequenceGroup, shift: int) -> Context:
     """Return what the keys and values of the group's tokens depend on. shift: added to rotary positions.
 
-    The salt is that of a session's row; that of a request is in the root of its chain.
+    The salt is that of a session's row, for blocks that it shares with nobody; that of a request is in the
+    root of its chain.
     """
     row, prompt = group.row, -1 if group.learned is None else group.learned.number
     if row is None:

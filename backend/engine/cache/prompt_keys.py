@@ -42,21 +42,26 @@ class PromptHasher:
     def keys(self, submit: Submit) -> list[PromptKeys | None]:
         """Return the keys of each prompt of a request; None for a prompt that does not enter the index.
 
-        Rounds of sessions have keys of their own (sessions.py). A table that the request sends is not part of
-        any key.
+        Prompts of sessions are known to the scheduler only, see `of`. A table that the request sends is
+        not part of any key.
         """
         if submit.session is not None:
             return [None] * len(submit.sequences)
         return [self._keys(wanted) for wanted in submit.sequences]
 
-    def _keys(self, wanted: SequenceRequest) -> PromptKeys | None:
-        params = wanted.params
-        if not self._enters(params) or (wanted.learned is not None and wanted.learned.task < 0):
+    def of(self, prompt: bytes, params: SamplingParams) -> PromptKeys | None:
+        """Return the keys of a prompt, int32 ids as bytes."""
+        if not self._enters(params):
             return None
         root = self._hasher.root(Context(salt=params.cache_salt))
-        size = min(len(wanted.prompt), self._most) // self._block_bytes * self._block_bytes
-        keys = self._hasher.chain(root, wanted.prompt[:size], self._block_bytes)
+        size = min(len(prompt), self._most) // self._block_bytes * self._block_bytes
+        keys = self._hasher.chain(root, prompt[:size], self._block_bytes)
         return PromptKeys(root, keys, params.cache == "on")
+
+    def _keys(self, wanted: SequenceRequest) -> PromptKeys | None:
+        if wanted.learned is not None and wanted.learned.task < 0:
+            return None
+        return self.of(wanted.prompt, wanted.params)
 
     def _enters(self, params: SamplingParams) -> bool:
         if params.cache == "off" or self._scope == "none":

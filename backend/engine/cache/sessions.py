@@ -38,11 +38,14 @@ _ROWS, _PROCESS = itertools.count(), secrets.token_hex(8)
 
 
 class Held(NamedTuple):
-    """A sequence's part of the cache: `written` tokens in its blocks, computed in that context."""
+    """A sequence's part of the cache: `written` tokens in its blocks, computed in that context. keys: the
+    identities of its full blocks, which others share (prefix_cache.py); None: it shares none.
+    """
 
     blocks: list[int]
     written: int
     context: Context
+    keys: list[bytes] | None = None
 
 
 @dataclass(eq=False)
@@ -53,7 +56,8 @@ class SessionRow:
     the cache. keys: the identities of the blocks that were computed for the first `written` tokens, or for
     the last `ring` of them, in that context; evicted ones are not in the index. peak: tokens ever written to
     these blocks, `written` or more. reusable: length of the prefix that the running round shares with the
-    round before. salt: separates its blocks from those of every other row.
+    round before. num_shared: number of `keys` of full blocks, which everybody finds (prefix_cache.py). salt:
+    separates the other blocks from those of every other row.
     """
 
     ring: int = 0
@@ -63,6 +67,7 @@ class SessionRow:
     peak: int = 0
     context: Context = Context()
     reusable: int = 0
+    num_shared: int = 0
     salt: str = field(default_factory=lambda: f"session row {next(_ROWS)} of {_PROCESS}")
 
     def capacity(self, tokens: int) -> int:
@@ -70,12 +75,13 @@ class SessionRow:
         return min(tokens, self.ring) if self.ring else tokens
 
     def find(
-        self, index: BlockIndex, num_known: int, context: Context, block_tokens: int
+        self, index: BlockIndex, num_known: int, context: Context, block_tokens: int, is_shared: bool = False
     ) -> tuple[int, list[int]]:
         """Return the position from which a sequence of num_known tokens must be computed, and the blocks
         before it.
 
-        The last token is always computed. Blocks that the sequence cannot use lose their identity.
+        The last token is always computed. Blocks that the sequence cannot use lose their identity, unless
+        others may use them (is_shared).
         """
         found = index.find(self.keys)
         first = min(self._present(len(found), block_tokens), self.reusable, num_known - 1)
@@ -83,7 +89,7 @@ class SessionRow:
         if context != self.context or (0 < self.ring < self.peak and first < self.peak - 1):
             first = 0
         used = -(-self.capacity(first) // block_tokens)
-        index.forget(found[used:])
+        index.forget(found[max(used, self.num_shared) if is_shared else used :])
         del self.keys[used:]
         self.written, self.peak = first, self.peak if first else 0
         return first, found[:used]
@@ -122,6 +128,9 @@ class SessionRow:
             self.forget(index)
             return
         ids = np.ascontiguousarray(tokens[: self.written], "<i4")
+        if held.keys is not None:
+            self._share(index, ids, held, held.keys, block_tokens)
+            return
         parent = index.hasher.root(held.context)
         if 0 < self.ring < self.peak:  # every block has the newest tokens at some of its positions
             whole = ids.tobytes() + self.peak.to_bytes(8, "little")
@@ -135,10 +144,28 @@ class SessionRow:
         index.insert(parent, keys, held.blocks[known:])
         self.keys += keys
 
+    def _share(
+        self, index: BlockIndex, ids: np.ndarray, held: Held, full: list[bytes], block_tokens: int
+    ) -> None:
+        """Index the blocks of a round that shares its full ones. The last one may be partial: only this
+        conversation finds it.
+        """
+        wanted = -(-len(ids) // block_tokens)
+        self.keys = full[:wanted]
+        index.insert(b"", self.keys, held.blocks)
+        if len(self.keys) < wanted:
+            parent, rest = self.keys[-1] if self.keys else b"", ids[(wanted - 1) * block_tokens :].tobytes()
+            own = index.hasher.chain(parent + self.salt.encode(), rest, len(rest))
+            index.insert(parent, own, held.blocks[wanted - 1 :])
+            self.keys += own
+        self.num_shared = min(len(full), wanted)
+
     def forget(self, index: BlockIndex) -> None:
-        """Remove the identities of all blocks; those without a user become free."""
-        index.forget(index.find(self.keys))
-        self.keys, self.written = [], 0
+        """Remove the identities of all blocks that only this conversation finds; those without a user become
+        free.
+        """
+        index.forget(index.find(self.keys)[self.num_shared :])
+        self.keys, self.written, self.num_shared = [], 0, 0
 
 
 @dataclass(eq=False)
@@ -182,7 +209,8 @@ class SessionStore:
         """Return the number of session blocks that no running sequence uses."""
         index = self._index
         rows = [row for session in self._sessions.values() for row in session.rows]
-        return sum(not index.users(block) for row in rows for block in index.find(row.keys))
+        blocks = {block for row in rows for block in index.find(row.keys)}
+        return sum(not index.users(block) for block in blocks)
 
     def check(
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]

@@ -173,6 +173,9 @@ class Scheduler:
                 group.session, group.row = submit.session.session, row
         for group, chain in zip(groups, self.prompt_hasher.keys(submit) if keys is None else keys):
             group.chain = chain
+        for group, row, wanted in zip(groups, rows, submit.sequences):
+            if row is not None and not row.ring:  # its tokens are known here only
+                group.chain = self.prompt_hasher.of(group.prompt.astype("<i4").tobytes(), wanted.params)
         self.requests.add(key, groups)
         self._arrivals += count
         self.counters.requests += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from tests.backend.engine.test_prefix_cache import SHARED, computed
 from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.host_tier.cost import CopyCost
-from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
 SMALL = limits(num_blocks=10, max_step_tokens=16)
@@ -67,6 +68,27 @@ class HostMachine(RuleBasedStateMachine):
         if earlier:
             number = data.draw(st.sampled_from(earlier))
             self.submit([*self.wanted[number][0], *self.run.tokens[number, 0], *new], max_tokens=count)
+
+    @rule(new=st.lists(st.integers(0, 2), min_size=1, max_size=5), count=st.integers(1, 5))
+    def talk(self, new: list[int], count: int) -> None:
+        """The next round of a conversation, which ends with its engine or a round that was cut short."""
+        number, prompt = getattr(self.run, "talk", (0, []))
+        history: list[int] = []
+        if number:
+            ends = self.run.ends[number, 0]
+            if not ends:
+                return
+            if ends[0].finish == "length" and len(prompt) < 20:
+                history = [*prompt, *self.run.tokens[number, 0]]
+        self.number += 1
+        params = SamplingParams(max_tokens=count)
+        ids = np.array(new if history else [*SHARED[2], *new], np.int32)
+        wanted = SessionRound(1, 32, [len(history)] if history else [])
+        with contextlib.suppress(RequestError, CapacityError):
+            submit = Submit(self.number, [SequenceRequest(ids.tobytes(), params)], session=wanted)
+            self.run.scheduler.submit(DOOR, submit)
+            self.wanted[self.number] = [*history, *ids.tolist()], params
+            self.run.talk = self.number, self.wanted[self.number][0]  # type: ignore[attr-defined]
 
     @rule(shared=st.sampled_from(SHARED), width=st.integers(2, 3), count=st.integers(1, 5))
     def search(self, shared: list[int], width: int, count: int) -> None:
@@ -304,3 +326,22 @@ def test_a_scope_of_none_leaves_the_tier_empty(scope: str) -> None:
     run = HostRun(replace(SMALL, cache_scope=scope), HostMemory(100))
     ask(run, 1, LONG)
     assert bool(run.memory.filled) == (scope == "all")
+
+
+def test_a_round_of_a_conversation_gets_its_blocks_back() -> None:
+    run = HostRun(SMALL, HostMemory(100))
+
+    def round_of(number: int, new: list[int], history: list[int]) -> list[int]:
+        ids = np.array(new, np.int32).tobytes()
+        wanted = SessionRound(5, 40, [len(history)] if history else [])
+        params = SamplingParams(max_tokens=2)
+        run.scheduler.submit(DOOR, Submit(number, [SequenceRequest(ids, params)], session=wanted))
+        run.finish()
+        assert run.tokens[number, 0] == expected([*history, *new], 2)
+        return [*history, *new, *run.tokens[number, 0]]
+
+    history = round_of(1, LONG, [])
+    fill_cache(run)
+    before = computed(run)
+    round_of(2, [1, 2], history)
+    assert computed(run) - before == len(history) + 2 - 24, "all full blocks come back"

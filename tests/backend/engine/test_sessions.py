@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, limits
 from tridecode.backend.base.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
 from tridecode.backend.engine.cache import sessions
+from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
 
@@ -54,6 +55,11 @@ class DeepDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert len(set(plan.kv_slots.tolist())) == plan.num_tokens, "two tokens are written to one place"
+        for source, block in (plan.part(Forks) or Forks()).blocks:
+            size = self.block_tokens
+            old, new = (slice(number * size, (number + 1) * size) for number in (source, block))
+            for kept in (self.tokens, self.positions, self.values):
+                kept[new] = kept[old]
         for start in plan.starts:
             self.state[start.slot] = start.params.seed, start.generated
         self.computed += plan.num_tokens - plan.num_decodes
@@ -248,7 +254,7 @@ def test_the_session_that_was_used_longest_ago_gives_its_blocks_first():
     run = SessionRun(limits(num_blocks=9))
     talks = [Conversation(run, number) for number in (1, 2, 3)]
     for talk in talks:
-        talk.round([1, 2, 3], 5)  # 2 blocks each
+        talk.round([talk.number, 2, 3], 5)  # 2 blocks each
     talks[0].round([4], 1)  # 3 blocks
     request = run.submit_round(None, [list(range(14))], max_tokens=1)  # 4 blocks; 2 are free
     run.until_ended(request)
@@ -425,6 +431,43 @@ def test_a_preempted_round_goes_on_from_the_blocks_that_are_left():
     talk.close(request)
     assert run.device.computed - before == 2 + 3, "two full blocks of the session were still there"
     run.check_blocks()
+
+
+def test_a_conversation_and_requests_find_each_others_full_blocks():
+    """Blocks of 4 tokens: what a request has computed, a session finds, and the other way round."""
+    run = SessionRun(limits(num_blocks=40))
+    prompt = list(range(12))
+    request = run.submit_round(None, [prompt], max_tokens=5)
+    run.until_ended(request)
+    talk, other = Conversation(run, 1), Conversation(run, 2)
+    assert talk.round([*prompt, 7], 5) == 1, "three blocks of the request"
+    assert talk.round([8], 4) == 2
+    assert other.round([*talk.history, 9], 2) == len(talk.history) + 1 - (len(talk.history) - 1) // 4 * 4
+    before = run.device.computed
+    history = talk.history
+    request = run.submit_round(None, [[*history, 3]], max_tokens=2)
+    run.until_ended(request)
+    assert run.device.computed - before == len(history) + 1 - (len(history) - 1) // 4 * 4
+    assert run.tokens[request, 0] == wanted_tokens([*history, 3], 2, -1, 0, 0)
+    run.check_blocks()
+
+
+@pytest.mark.parametrize(
+    ("params", "scope"), [({"cache": "off"}, "all"), ({}, "none"), ({}, "salt"), ({"cache_salt": "x"}, "all")]
+)
+def test_a_conversation_that_does_not_share_keeps_its_own_blocks(params, scope):
+    run = SessionRun(limits(num_blocks=40, cache_scope=scope))
+    prompt = list(range(12))
+    run.until_ended(run.submit_round(None, [prompt], max_tokens=5))
+    before, wanted = run.device.computed, SessionRound(1, 40)
+    first = run.submit_round(wanted, [prompt], max_tokens=5, **params)
+    run.until_ended(first)
+    assert run.device.computed - before == 12, "nothing of the request is found"
+    history, before = [*prompt, *run.tokens[first, 0]], run.device.computed
+    second = run.submit_round(SessionRound(1, 40, [len(history)]), [[3]], max_tokens=2, **params)
+    run.until_ended(second)
+    assert run.device.computed - before == 2, "its own blocks are"
+    assert run.tokens[second, 0] == wanted_tokens([*history, 3], 2, -1, 0, 0)
 
 
 class _Shifted(DeepDevice):
