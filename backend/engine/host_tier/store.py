@@ -20,6 +20,8 @@ from tridecode.kernels.operands import CacheLayer
 _BUFFER_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
 #: bytes that are pinned at a time; a copy is within one piece
 _PIECE_BYTES = 256 << 20
+#: bytes of one copy, or a block if it is larger: the small copies of a step share the copy engines, and wait
+_COPY_BYTES = 8 << 20
 _WORD_BYTES = 8
 
 
@@ -56,6 +58,7 @@ class HostStore:
         data = torch.frombuffer(region.data, dtype=torch.uint8)[region.start :]
         self._slots = data[: region.num_slots * slot_bytes].view(region.num_slots, slot_bytes)
         self._piece = max(_PIECE_BYTES // slot_bytes, 1)  # slots
+        self._longest = max(_COPY_BYTES // slot_bytes, 1)  # slots of one copy
         pieces = list(self._slots.split(self._piece)) if region.num_slots else []
         self.pinning = Pinning(region, pieces, device)
         self._is_cuda = device.type == "cuda"
@@ -149,7 +152,8 @@ class HostStore:
         while place < len(slots):
             count, first = 1, slots[place]
             while (
-                place + count < len(slots)
+                count < self._longest
+                and place + count < len(slots)
                 and slots[place + count] == first + count
                 and (first + count) % self._piece
             ):
