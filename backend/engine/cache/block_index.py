@@ -45,7 +45,9 @@ class BlockIndex:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks without a user: free ones, and cached ones that eviction frees."""
+        """Return the number of blocks without a user: free ones, and cached ones. Eviction frees the latter,
+        except while an indexed block that follows has a user and they have none (host_tier/tier.py).
+        """
         return len(self._free) + self.num_cached
 
     def users(self, block: int) -> int:

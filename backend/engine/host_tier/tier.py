@@ -161,10 +161,12 @@ class HostTier:
         if not slots or not self.cost.pays():
             return False
         index.share(found)
-        if needed - len(found) > index.num_available:
+        if needed - len(found) <= index.num_available:
+            index.evict(len(slots) - index.num_free)
+        # a block that is being copied out keeps those before it from eviction
+        if needed - len(found) > index.num_available or len(slots) > index.num_free:
             index.release(found)
             return False
-        index.evict(len(slots) - index.num_free)
         fetch = Fetch(sequence, parent, keys[: len(slots)], slots, index.allocate(len(slots)), found)
         self.slots.share(slots)  # neither evicted nor overwritten until they are read
         self._fetches.append(fetch)
