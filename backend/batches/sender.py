@@ -24,17 +24,21 @@ _HEALTH_TIMEOUT_S = 10.0
 
 
 class Sender:
-    """One pool of connections to a service.
+    """Connections to a service, each with a client of its own.
+
+    httpx's pool looks at each of its connections several times for every request: with 240 of them, an answer
+    cost 0.1 s of processor time.
 
     While the service is away, all requests wait, and one task polls its health. patience_s: longest absence,
     and the longest time for which one line is repeated after 429. timeout_s: of one request.
     """
 
-    def __init__(self, target: Target, connections: int, patience_s: float, timeout_s: float):
+    def __init__(self, target: Target, patience_s: float, timeout_s: float):
         self._target, self._patience_s = target, patience_s
-        limits = httpx.Limits(max_connections=connections + 1, max_keepalive_connections=connections + 1)
-        timeout = httpx.Timeout(timeout_s, connect=30.0, pool=None)
-        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, **target.options())
+        self._timeout = httpx.Timeout(timeout_s, connect=30.0, pool=None)
+        # httpx would read the certificates again for each client
+        self._certificates = httpx.create_ssl_context(trust_env=target.options()["trust_env"])
+        self._free: list[httpx.AsyncClient] = []
         self._is_up = asyncio.Event()
         self._is_up.set()
         self._probe: asyncio.Task[None] | None = None
@@ -51,9 +55,7 @@ class Sender:
         while True:
             await self._wait_up()
             try:
-                response = await self._http.post(
-                    request.url, content=request.body, headers={"content-type": "application/json"}
-                )
+                response = await self._post(request)
             except httpx.RequestError as error:
                 sends, why = sends + 1, f"{type(error).__name__}: {reason_of(error)}"
                 self._went_away(why)
@@ -74,10 +76,24 @@ class Sender:
             await pause.wait(retry_after(response.headers.get("retry-after", "")))
 
     async def close(self) -> None:
+        """Close all connections; no `send` may run any more."""
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
-        await self._http.aclose()
+        for client in self._free:
+            await client.aclose()
+
+    async def _post(self, request: Request) -> httpx.Response:
+        client = self._free.pop() if self._free else self._client()
+        try:
+            return await client.post(
+                request.url, content=request.body, headers={"content-type": "application/json"}
+            )
+        finally:
+            self._free.append(client)
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=self._timeout, verify=self._certificates, **self._target.options())
 
     async def _wait_up(self) -> None:
         while not self._is_up.is_set():
@@ -92,12 +108,19 @@ class Sender:
             self._probe = asyncio.create_task(self._wait_for_health())
 
     async def _wait_for_health(self) -> None:
+        http = self._client()
+        try:
+            await self._poll(http)
+        finally:
+            await http.aclose()
+
+    async def _poll(self, http: httpx.AsyncClient) -> None:
         deadline, pause = time.monotonic() + self._patience_s, Pause()
         while True:
             if ended := self._target.ended():
                 raise EngineDownError(f"{ended}; run the same command again to continue")
             try:
-                response = await self._http.get("/health", timeout=_HEALTH_TIMEOUT_S)
+                response = await http.get("/health", timeout=_HEALTH_TIMEOUT_S)
                 if response.status_code not in AWAY:
                     break
                 self.absence = f"{response.status_code}: {message_of(response.content)}"

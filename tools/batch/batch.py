@@ -96,7 +96,7 @@ async def _run(
     runner: Runner, target: Target, concurrency: int, progress: BatchProgress, options: BatchOptions
 ) -> int:
     """Return the signal that stopped the run, 0 at its end."""
-    sender = Sender(target, concurrency, options.patience_s, options.timeout_s)
+    sender = Sender(target, options.patience_s, options.timeout_s)
     stopping = asyncio.Event()
     try:
         with _signals(stopping) as caught, _counted(options.source, runner.meter):

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from tridecode.tools.bench.front.command import front
+from tridecode.tools.bench.front.command import batches, front
 from tridecode.tools.bench.options import (
     RESULTS,
     Batches,
@@ -342,4 +342,5 @@ def load(
 
 
 app.command()(front)
+app.command()(batches)
 app.command()(prefix)

@@ -55,8 +55,8 @@ async def answer_all(settings: BatchSettings, store: Store, stop: asyncio.Event)
     described = await _described(target, stop)
     if described is None:
         return
-    slots = Slots(described.sequences or USUAL_CONCURRENCY)
-    sender = Sender(target, slots.most, float("inf"), _DAY_S)
+    slots = Slots(described.sequences or USUAL_CONCURRENCY, settings.front.workers)
+    sender = Sender(target, float("inf"), _DAY_S)
     async with httpx.AsyncClient(**target.options()) as http:
         watch = asyncio.create_task(watch_clients(http, slots))
         try:

@@ -87,7 +87,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def send(url: str, patience_s: float = 60.0, timeout_s: float = 60.0, key: str = "", **target) -> Response:
     async def one() -> Response:
-        sender = Sender(Target(url, key, **target), 2, patience_s, timeout_s)
+        sender = Sender(Target(url, key, **target), patience_s, timeout_s)
         try:
             return await sender.send(REQUEST)
         finally:

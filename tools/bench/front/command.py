@@ -48,3 +48,31 @@ def front(
     from tridecode.tools.bench.front.run import FrontPlan, run_front
 
     run_front(FrontPlan(numbers(streams), idle, workers, seconds, rounds, beside), output)
+
+
+def batches(
+    preset: Annotated[
+        Optional[str], typer.Option(help="An engine of this shape, random weights. Default: a fake engine.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences of the engine.")] = 64,
+    lines: Annotated[int, typer.Option(min=100, help="Lines of the batch.")] = 10_000,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests of clients per second.")] = 4.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each phase.")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeat everything.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    output: Output = RESULTS,
+) -> None:
+    """Measure clients and a batch of /v1/batches: each alone, then both.
+
+    \b
+    Example:
+      tridecode bench batches --seconds 5 --lines 3000
+      tridecode bench batches --preset llama-3-8b
+    """
+    from tridecode.tools.bench.front.batches import BatchPlan, run_batches
+    from tridecode.tools.bench.jobs import make_job
+
+    plan = BatchPlan(lines, rate, seconds, rounds, prompt_tokens, output_tokens)
+    sizes = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "batches": (slots,)}
+    run_batches(plan, None if preset is None else make_job(preset, None, None, **sizes), output)

@@ -33,6 +33,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     tokens_per_event: int = 1
     pause_after: int = 0
+    max_sequences: int = 1 << 16
 
 
 class EngineCounts(msgspec.Struct):
@@ -154,7 +155,7 @@ class Engine:
     def _beat(self) -> None:
         running = sum(len(door.running) for door in self._doors.values())
         for door in self._doors:
-            self._send(door, m.EngineBeat(_EPOCH, 0, self.counts.steps, 0.0, running))
+            self._send(door, m.EngineBeat(_EPOCH, 0, self.counts.steps, 0.0, running, running))
         for door in self._listeners:
             self._send_state(door)
 
@@ -169,7 +170,7 @@ class Engine:
         return m.Limits(
             vocab_size=self._settings.vocab_size,
             max_sequence_tokens=1 << 20,
-            max_sequences=1 << 16,
+            max_sequences=self._settings.max_sequences,
             max_queued_requests=1 << 16,
             max_bad_word_tokens=64,
             max_stop_word_tokens=64,

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class Front:
     """`tridecode front` with its workers.
 
     control: endpoint of a supervisor; "": the front starts the repository's engine. tree: a folder with the
-    package tridecode; None: this one. ready_s: seconds within which /health must answer 200.
+    package tridecode; None: this one. ready_s: seconds within which /health must answer 200. options: further
+    ones of the command.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Front:
         workers: int,
         tree: Path | None,
         ready_s: float = _START_S,
+        options: Sequence[str] = (),
     ):
         environment = environment_of(tree)
         if control:
@@ -90,7 +92,7 @@ class Front:
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "tridecode.backend.front", str(repository),
-                    "--port", "0", "--workers", str(workers),
+                    "--port", "0", "--workers", str(workers), *options,
                 ],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
@@ -111,11 +113,11 @@ class Front:
         raise TridecodeError(f"the front did not start: {self._log.read_text(errors='replace')[-2000:]}")
 
     def _find_workers(self) -> list[int]:
-        """The pids of all workers, once each has an engine."""
+        """The pids of all children, once each worker has an engine."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             children = _children(self._process.pid)
-            if len(children) == self._workers:
+            if len(children) >= self._workers:
                 time.sleep(1.0)
                 return children
             time.sleep(0.05)

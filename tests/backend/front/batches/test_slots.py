@@ -10,7 +10,7 @@ from tests.backend.front.batches.clients import create, line, wait
 from tests.backend.front.fronts import Front
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
-from tridecode.backend.front.batches.slots import Slots, most_lines, open_requests
+from tridecode.backend.front.batches.slots import SPACING_S, Slots, most_lines, open_requests
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_lines_wait_for_slots_and_get_those_that_clients_give_back() -> None:
         slots, order = Slots(4), list[int]()
 
         async def use(number: int) -> None:
-            await slots.enter()
+            await slots.wait()
             order.append(number)
 
         await slots.allow(2)
@@ -49,6 +49,16 @@ def test_lines_wait_for_slots_and_get_those_that_clients_give_back() -> None:
         assert order == [0, 1, 3, 4] and slots.open == 3
 
     asyncio.run(main())
+
+
+def test_lines_begin_one_after_the_other() -> None:
+    async def main() -> float:
+        slots = Slots(64, workers=2)
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(slots.space() for _ in range(41)))
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(main()) > 39 * SPACING_S / 2
 
 
 def test_a_batch_never_fills_the_engine_and_gives_way_to_clients(front: Front, engine: FakeEngine) -> None:
