@@ -2,9 +2,9 @@
 
 A line has the engine's lowest priority, so a client's request is admitted first. But a slot that a line has
 becomes free only when the line ends. Therefore lines never fill the engine: one of RESERVED_SHARE slots and
-those that clients use stay out of their reach, and no line waits in the engine's queue. Lines of equal lengths
-would also begin and end together, and a client's request would wait for all of them in its worker: lines are
-sent SPACING_S apart.
+those that clients use stay out of their reach, and no line waits in the engine's queue. Lines of equal
+lengths would also begin and end together, and a client's request would wait for all of them in its worker:
+lines are sent SPACING_S apart.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ _COLUMNS = {
 @dataclass(frozen=True)
 class BatchPlan:
     """lines: of the batch. rate: requests of clients per second, arriving at random. seconds: of each phase.
-    Lines and requests have prompts of prompt_tokens and answers of output_tokens."""
+    prompt_tokens, output_tokens: of each line and request. slots: sequences that the engine computes at once.
+    """
 
     lines: int = 10_000
     rate: float = 4.0
@@ -54,6 +55,7 @@ class BatchPlan:
     rounds: int = 1
     prompt_tokens: int = 256
     output_tokens: int = 64
+    slots: int = 64
 
 
 def run_batches(plan: BatchPlan, job: Job | None, output: Path) -> Path:
@@ -63,7 +65,7 @@ def run_batches(plan: BatchPlan, job: Job | None, output: Path) -> Path:
     """
     check_output(output)
     rows: list[dict[str, Any]] = []
-    with _service(job) as (front, vocab_size):
+    with _service(job, plan.slots) as (front, vocab_size):
         for number in range(plan.rounds):
             rows += asyncio.run(_round(plan, front, vocab_size, number))
     console = Console()
@@ -93,7 +95,7 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @contextmanager
-def _service(job: Job | None) -> Iterator[tuple[Front, int]]:
+def _service(job: Job | None, slots: int) -> Iterator[tuple[Front, int]]:
     with tempfile.TemporaryDirectory(prefix="bench-batches-") as name:
         folder = Path(name)
         options = ("--batch-dir", str(folder / "store"))
@@ -104,7 +106,7 @@ def _service(job: Job | None) -> Iterator[tuple[Front, int]]:
             fake, vocab_size = None, job.shape.vocab_size
         else:
             repository, tokens, vocab_size = make_repository(folder / "repository")
-            fake = FakeEngine(folder, EngineSettings(tokens, vocab_size, _FAKE_STEP_S, max_sequences=256))
+            fake = FakeEngine(folder, EngineSettings(tokens, vocab_size, _FAKE_STEP_S, max_sequences=slots))
             front = Front(repository, folder, fake.control, 1, None, _READY_S, options)
         try:
             yield front, vocab_size

@@ -73,6 +73,6 @@ def batches(
     from tridecode.tools.bench.front.batches import BatchPlan, run_batches
     from tridecode.tools.bench.jobs import make_job
 
-    plan = BatchPlan(lines, rate, seconds, rounds, prompt_tokens, output_tokens)
+    plan = BatchPlan(lines, rate, seconds, rounds, prompt_tokens, output_tokens, slots)
     sizes = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "batches": (slots,)}
     run_batches(plan, None if preset is None else make_job(preset, None, None, **sizes), output)
