@@ -86,13 +86,24 @@ def shares(llm: LLM, texts: list[str], count: int, repeats: int) -> Iterator[tup
     service = model.engine.texts[0].engine
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     ids = [llm.encode(text) for text in texts]
-    for number in range(repeats + 1):
+
+    def bare() -> float:
         seconds, tokens = bare_seconds(service, ids, count, model.room())
+        return tokens / seconds
+
+    def ours() -> float:
         began = time.perf_counter()
         found = llm.generate(texts, params, use_tqdm=False)
-        took = time.perf_counter() - began
-        if number:  # the first one warms up
-            yield sum(len(one.outputs[0].token_ids) for one in found) / took, tokens / seconds
+        return sum(len(one.outputs[0].token_ids) for one in found) / (time.perf_counter() - began)
+
+    bare(), ours()  # warm up
+    for number in range(repeats):  # each side is the first one in turn
+        if number % 2:
+            rate = ours()
+            yield rate, bare()
+        else:
+            rate = bare()
+            yield ours(), rate
 
 
 def main() -> None:
@@ -101,7 +112,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     asked = parser.parse_args()
     with LLM(asked.repository) as llm:
         texts = make_prompts(llm, asked.prompts, asked.prompt_tokens)
