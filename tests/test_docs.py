@@ -45,7 +45,8 @@ LISTED = {
     r"make (demo|test|nightly|test-gpu|clients|front-pythons|soak|fuzz|kernels|bench|install)\b":
         "installs, or takes minutes",
     OURS + "serve ": "the server of this test runs so, on free ports",
-    r"tridecode batch ": "needs a file and a service: tests/tools/batch runs it",
+    r"tridecode batch ": "needs a file and a service: tests/integration/test_quick_start.py runs it",
+    r"echo '.*' > requests\.jsonl$|cat answers\.jsonl$": "tests/integration/test_quick_start.py runs it",
     r"tridecode front ": "serves on a fixed port: tests/backend/front runs it on a free one",
     r"curl .*localhost:9000/": "the OpenAI service's port: tests/backend/front sends such requests",
     r"(mpirun|srun) ": "needs several nodes: tests/integration/test_nodes.py runs mpirun on one",

@@ -16,8 +16,9 @@ import queue
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,51 +60,58 @@ def make_prompts(llm: LLM, count: int, tokens: int) -> list[str]:
     return [" ".join([str(n), *draws.choices(words, k=words_each)]) for n in range(count)]
 
 
-def bare_seconds(
-    service: EngineService, prompts: list[list[int]], count: int, room: int
-) -> tuple[float, int]:
-    """Return the seconds and the tokens of all prompts, `room` of them in the engine at a time."""
+def count_bare_tokens(service: EngineService, prompts: list[list[int]], count: int, room: int) -> int:
+    """Submit all prompts, `room` of them at a time, and return the tokens that have come."""
     ended: queue.SimpleQueue[_Bare] = queue.SimpleQueue()
     params = EngineParams(max_tokens=count, top_k=1)
-    waiting, open_, tokens = iter(prompts), 0, 0
-    began = time.perf_counter()
+    waiting, running, tokens = iter(prompts), 0, 0
     while True:
-        for ids in itertools.islice(waiting, room - open_):
+        for ids in itertools.islice(waiting, room - running):
             client = _Bare(service.link, ended)
             sequence = SequenceRequest(np.array(ids, "<i4").tobytes(), params)
             service.submit(client, [Submission([sequence], partial(client.put_row, 0), 0)])
-            open_ += 1
-        if not open_:
-            return time.perf_counter() - began, tokens
+            running += 1
+        if not running:
+            return tokens
         tokens += ended.get().tokens
-        open_ -= 1
+        running -= 1
 
 
-def shares(llm: LLM, texts: list[str], count: int, repeats: int) -> Iterator[tuple[float, float]]:
-    """Yield the tokens per second of both sides for each repeat: LLM.generate, the engine without texts."""
+class Rate(NamedTuple):
+    """One run. cpu_us: processor time of this process a token, in microseconds, without the engine's."""
+
+    tokens_per_s: float
+    cpu_us: float
+
+
+def _measured(run: Callable[[], int]) -> Rate:
+    """run: returns the tokens that it made."""
+    began, worked = time.perf_counter(), time.process_time()
+    tokens = run()
+    took, work = time.perf_counter() - began, time.process_time() - worked
+    return Rate(tokens / took, work / tokens * 1e6)
+
+
+def rates(llm: LLM, texts: list[str], count: int, repeats: int) -> Iterator[tuple[Rate, Rate]]:
+    """Yield the rates of both sides for each repeat: LLM.generate, the engine without texts."""
     model = llm._model
     assert isinstance(model, LocalModel)
-    service = model.engine.texts[0].engine
+    service, room = model.engine.texts[0].engine, model.room()
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     ids = [llm.encode(text) for text in texts]
 
-    def bare() -> float:
-        seconds, tokens = bare_seconds(service, ids, count, model.room())
-        return tokens / seconds
+    def ours() -> int:
+        return sum(len(one.outputs[0].token_ids) for one in llm.generate(texts, params, use_tqdm=False))
 
-    def ours() -> float:
-        began = time.perf_counter()
-        found = llm.generate(texts, params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in found) / (time.perf_counter() - began)
-
+    bare = partial(count_bare_tokens, service, ids, count, room)
     bare(), ours()  # warm up
     for number in range(repeats):  # each side is the first one in turn
         if number % 2:
-            rate = ours()
-            yield rate, bare()
+            first = _measured(ours)
+            yield first, _measured(bare)
         else:
-            rate = bare()
-            yield ours(), rate
+            first = _measured(bare)
+            yield _measured(ours), first
 
 
 def main() -> None:
@@ -117,9 +125,11 @@ def main() -> None:
     with LLM(asked.repository) as llm:
         texts = make_prompts(llm, asked.prompts, asked.prompt_tokens)
         found = []
-        for ours, bare in shares(llm, texts, asked.output_tokens, asked.repeats):
-            found.append(ours / bare)
-            print(f"LLM.generate {ours:,.0f} tokens/s, engine {bare:,.0f}: {ours / bare:.3f}", flush=True)
+        for ours, bare in rates(llm, texts, asked.output_tokens, asked.repeats):
+            share = ours.tokens_per_s / bare.tokens_per_s
+            found.append(share)
+            sides = f"LLM.generate {ours.tokens_per_s:,.0f} tokens/s, engine {bare.tokens_per_s:,.0f}"
+            print(f"{sides}: {share:.3f}; {ours.cpu_us:.1f} and {bare.cpu_us:.1f} us a token", flush=True)
         print(f"{asked.prompts:,} prompts: {statistics.median(found):.3f} of the engine's tokens/s")
 
 
