@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backend.engine.offline_models import fp32_bound, offline_engine
+from tests.backend.engine.offline_models import fp32_bound, offline_engine, prompts_of
 from tests.backend.engine.test_prefix_models import GREEDY, beginnings, computed, in_any_company
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import gpt2, llama
@@ -20,6 +20,7 @@ from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.backend.engine.host_tier.region import create_file
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
@@ -48,9 +49,10 @@ def flush(offline: OfflineEngine) -> None:
 
 def small_engine(model: torch.nn.Module, memory: int | None, blocks: int = 12, **settings) -> OfflineEngine:
     """An engine whose cache has this number of blocks."""
-    wide = offline_engine(model, max_sequence_tokens=64, cache_bytes=1 << 20, **settings)
+    settings = {"max_sequence_tokens": 64, **settings}
+    wide = offline_engine(model, cache_bytes=1 << 20, **settings)
     size = blocks * wide.engine.state.block_bytes()
-    return offline_engine(model, max_sequence_tokens=64, cache_bytes=size, host_fd=memory, **settings)
+    return offline_engine(model, cache_bytes=size, host_fd=memory, **settings)
 
 
 def assert_same(found: list[list[Generation]], wanted: list[list[Generation]]) -> None:
@@ -161,6 +163,28 @@ def test_a_block_that_one_rank_lost_is_found_on_none(tmp_path: Path) -> None:
         for fd in files:
             os.close(fd)
     assert first == again and known == whole - 1 and brought == 8
+
+
+@torch.inference_mode()
+def test_log_probabilities_are_the_same_bits_where_the_engine_is_batch_invariant(memory: int) -> None:
+    """Blocks of 32 tokens, as such an engine needs them; sequences preempt each other and get blocks back."""
+    model = llama()
+    common, *rest = prompts_of([64, 4, 40, 9, 70, 99], model.config.vocab_size)
+    prompts = [common + rest[0], common + rest[1], common[:33] + rest[2], *rest[3:]]
+    wants = SamplingParams(max_tokens=20, return_log_probs=True)
+    sizes = {"batch_invariant": True, "block_tokens": 32, "max_step_tokens": 48, "max_sequence_tokens": 128}
+    without = offline_engine(model, **sizes, cache_scope="none")
+    alone = [without.generate([prompt], wants)[0].log_probs for prompt in prompts]
+    offline = small_engine(model, memory, blocks=6, **sizes)
+    tier = tier_of(offline)
+    for _ in range(3):
+        assert [one.log_probs for one in offline.generate(prompts, wants)] == alone
+    assert tier.tokens > 0 and tier.faults == 0 and offline.scheduler.cache.index.evictions > 0
+    flush(offline)
+    after = small_engine(model, memory, blocks=6, **sizes)
+    tier = tier_of(after)
+    assert [one.log_probs for one in after.generate(prompts, wants)] == alone
+    assert tier.tokens > 0
 
 
 @torch.inference_mode()
