@@ -327,11 +327,26 @@ def test_each_row_has_a_guide_of_its_own(plain):
     assert outputs == [StructuredOutput("regex", "[0-9]+"), None]
 
 
+def test_drafts_reach_the_engine_without_their_padding_and_may_be_declined(plain):
+    drafts = np.array([[3, 4, 5], [6, -1, -1], [-1, -1, -1]], np.int32)
+    sent = tensors(rows=((5, 6), (7,), (8,)), draft_input_ids=drafts)
+    only(ask(plain, sent))
+    found = [submit.sequences[0].params for submit in plain.test_engine.submits[-3:]]
+    assert [one.draft_tokens for one in found] == [[3, 4, 5], [6], []]
+    assert all(one.speculate for one in found)
+    only(ask(plain, tensors(draft_input_ids=np.array([9, 8], np.int32), speculate=False)))
+    assert params(plain)[0].draft_tokens == [9, 8] and not params(plain)[0].speculate
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"beam_width": 65}, "beam_width is 65; wanted"),
-        ({"draft_input_ids": row(3)}, "draft_input_ids was sent"),
+        ({"draft_logits": np.ones((1, 1, 4), np.float32)}, "draft_logits was sent"),
+        ({"draft_input_ids": row(3, 600)}, "row 0 of draft_input_ids has the token id 600; wanted ids below"),
+        ({"draft_input_ids": row(-1, 3, -2)}, "row 0 of draft_input_ids has the token id -1; wanted ids"),
+        ({"draft_input_ids": row(*[3] * 999)}, "row 0 of draft_input_ids has 999 ids; this model accepts"),
+        ({"draft_input_ids": np.zeros((2, 3), np.int32)}, "draft_input_ids has shape [2, 3]; wanted [1, n]"),
         ({"embedding_bias": np.ones((1, 4), np.float32)}, "embedding_bias is 1.0"),
         ({"guided_decoding_guide": np.array([[b"{}"]], object)}, "without guided_decoding_guide_type"),
         ({"guided_decoding_guide_type": np.array([[b"x"]], object)}, 'guide_type is "x"; wanted one of json'),
