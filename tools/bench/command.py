@@ -34,6 +34,7 @@ from tridecode.tools.bench.options import (
     rates,
 )
 from tridecode.tools.bench.prefix.command import prefix
+from tridecode.tools.bench.speculate.command import speculate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -344,3 +345,4 @@ def load(
 app.command()(front)
 app.command()(batches)
 app.command()(prefix)
+app.command()(speculate)

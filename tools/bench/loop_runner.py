@@ -26,7 +26,7 @@ from tridecode.tools.bench.measure import Run, Step, output_lengths
 _DOOR = b"bench"
 
 
-class _BatchDoors:
+class BatchDoors:
     """Submits each request at its time, seconds after the start, and stops the loop when all have ended."""
 
     def __init__(self, submits: list[m.Submit], arrivals: Sequence[float]):
@@ -64,14 +64,15 @@ class _BatchDoors:
         self.ended_at = now
 
 
-class _RecordedLoop(DecodeLoop):
+class RecordedLoop(DecodeLoop):
     """The serving loop, which also records when each step ended and its rows."""
 
     steps: list[Step]
 
     def _commit(self, plan: StepPlan, pending: Pending) -> None:
         super()._commit(plan, pending)
-        self.steps.append(Step(time.perf_counter(), plan.num_decodes, plan.num_tokens - plan.num_decodes))
+        decoded = int(plan.query_starts[plan.num_decodes])
+        self.steps.append(Step(time.perf_counter(), plan.num_decodes, plan.num_tokens - decoded))
 
 
 class LoopRunner:
@@ -105,8 +106,8 @@ class LoopRunner:
             ids = np.asarray(prompt, np.int32).tobytes()
             output = outputs[number] if outputs else None
             submits.append(m.Submit(number, [m.SequenceRequest(ids, params, structured_output=output)]))
-        doors = _BatchDoors(submits, self._arrivals(len(prompts)))
-        loop = _RecordedLoop(self.engine, self.scheduler, cast(DoorSocket, doors), RankStatus())
+        doors = BatchDoors(submits, self._arrivals(len(prompts)))
+        loop = RecordedLoop(self.engine, self.scheduler, cast(DoorSocket, doors), RankStatus())
         loop.steps, doors.loop = doors.run.steps, loop
         doors.started = time.perf_counter()
         loop.run()

@@ -75,6 +75,7 @@ class Job:
     enable_custom_all_reduce: bool = True  # the engine's setting
     prefix_cache: bool = False  # the engine's setting; off: rounds repeat their prompts, and compute them
     cache_bytes: int | None = None  # the engine's setting
+    speculation: str = "off"  # the engine's setting
     host_cache_bytes: int = 0  # the engine's setting
 
     @property

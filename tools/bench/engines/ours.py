@@ -82,6 +82,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         request_timeout_s=math.inf,  # all prompts of a workload arrive at once
         prefix_cache=job.prefix_cache,
         cache_bytes=job.cache_bytes,
+        speculation=job.speculation,
         host_cache_bytes=job.host_cache_bytes,
     )
     return directory, model, config

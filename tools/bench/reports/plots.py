@@ -86,6 +86,21 @@ def plot_prefix(path: Path, title: str, runs: Mapping[str, Sequence[Played]]) ->
     return _save(figure, title, path)
 
 
+def plot_ratios(path: Path, title: str, ratios: Mapping[str, Sequence[tuple[int, float]]]) -> Path:
+    """Ratios by number of sequences, a line for each label; 1 is marked."""
+    figure, axes = pyplot.subplots(figsize=_SIZE)
+    for name, points in ratios.items():
+        axes.plot(*zip(*points), marker="o", label=name)
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set(xlabel="sequences", ylabel="x plain", xscale="log")
+    batches = sorted({batch for points in ratios.values() for batch, _ in points})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return _save(figure, title, path)
+
+
 def _number(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

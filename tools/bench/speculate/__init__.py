@@ -1,0 +1,1 @@
+"""`tridecode bench speculate`: what drafts cost and what they save."""

@@ -1,0 +1,55 @@
+"""The command `tridecode bench speculate`."""
+
+from typing import Annotated
+
+import typer
+
+from tridecode.tools.bench.options import (
+    RESULTS,
+    CacheDtype,
+    Device,
+    Dtype,
+    Int8Head,
+    Model,
+    Output,
+    Preset,
+    Quantization,
+)
+
+
+def speculate(
+    preset: Preset = "smollm2-135m",
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    batches: Annotated[str, typer.Option(help="Numbers of sequences, separated by commas.")] = "1,8,64",
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=33, help="New tokens of each sequence.")] = 129,
+    drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a forced step.")] = 4,
+    right: Annotated[int, typer.Option(min=0, max=7, help="Drafts of it that are accepted.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
+    kv_cache_dtype: CacheDtype = "auto",
+    quantization: Quantization = None,
+    int8_head: Int8Head = False,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """Measure steps of several tokens per sequence.
+
+    Plain decoding, a forced number of accepted drafts, and sampled text in which nothing repeats, in turns
+    on one engine: milliseconds of a step, tokens per second, and their ratios to the plain run.
+
+    \b
+    Example:
+      tridecode bench speculate --preset toy --batches 1,4 --output-tokens 33
+    """
+    from tridecode.tools.bench.jobs import make_job
+    from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
+
+    plan = SpeculatePlan(batches_of(batches), drafts, right, repeats)
+    job = make_job(
+        preset, model, dtype, device=device, batches=(max(64, *plan.batches),), prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
+        int8_head=int8_head, seed=seed, speculation="lookup",
+    )  # fmt: skip
+    run_speculate(plan, job, output)

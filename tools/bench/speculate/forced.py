@@ -1,0 +1,52 @@
+"""Drafts with a chosen number of accepted tokens, at the full cost of the lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.device.engine import DeviceDrafter, Engine
+from tridecode.backend.engine.device.pending import Found
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.kernels.draft_history import OWN
+from tridecode.kernels.sampling_state import MOST_DRAFTS, SamplingState
+
+
+class ForcedDrafts:
+    """Runs the engine's drafter, then writes drafts of which the first `right` are the tokens of the answer.
+
+    answers: of each prompt, the tokens that it gives.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: DeviceDrafter,
+        right: int,
+        answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+    ):
+        self._drafter, self._right = drafter, right
+        self._vocab_size, self._device = engine.model_config.vocab_size, engine.device
+        self._rows = {tuple(prompt): row for row, (prompt, _) in enumerate(answers)}
+        longest = max(len(answer) for _, answer in answers) + MOST_DRAFTS
+        tokens = [[*answer, *[0] * (longest - len(answer))] for _, answer in answers]
+        self._answers = torch.tensor(tokens, dtype=torch.int32, device=self._device)
+        self._of_slot = torch.zeros(engine.config.slots, dtype=torch.int64, device=self._device)
+        self._places = torch.arange(MOST_DRAFTS, device=self._device)
+
+    @torch.inference_mode()
+    def propose(self, plan: StepPlan, state: SamplingState) -> Found | None:
+        """DeviceDrafter.propose; the match is reported as a long one, so that every row has drafts."""
+        for start in plan.starts:
+            self._of_slot[start.slot] = self._rows[tuple(start.history.tolist())]
+        found = self._drafter.propose(plan, state)
+        generated = state.column("generated").long()[:, None] + self._places
+        drafts = self._answers[self._of_slot[:, None], generated.clamp(max=self._answers.shape[1] - 1)]
+        wrong = (drafts + 1) % self._vocab_size
+        state.drafts.copy_(torch.where(self._places < self._right, drafts, wrong))
+        if found is None:
+            return None
+        rows = found[0]
+        return rows, torch.from_numpy(np.tile(np.array([32, OWN, 0], np.int32), (len(rows), 1)))
