@@ -15,7 +15,7 @@ from tridecode.kernels.sampling_state import MOST_DRAFTS, SamplingState
 
 
 class ForcedDrafts:
-    """Runs the engine's drafter, then writes drafts of which the first `right` are the tokens of the answer.
+    """Runs the engine's drafter, then writes drafts: the next `right` tokens of the answer, then wrong ones.
 
     answers: of each prompt, the tokens that it gives.
     """

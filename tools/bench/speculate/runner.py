@@ -44,7 +44,7 @@ class Ran:
 
 
 class _Doors(BatchDoors):
-    """Also keeps the tokens."""
+    """Keeps the tokens, too."""
 
     def __init__(self, submits: list[m.Submit]):
         super().__init__(submits, [0.0] * len(submits))
