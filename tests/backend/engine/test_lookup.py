@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
+from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import bloom, gpt2, llama
+from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 
 NEW = 40
 LONGER = {**SIZES, "max_sequence_tokens": 64}
@@ -203,3 +209,37 @@ def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> No
     for one, other in zip(done, plain, strict=True):
         assert one.tokens == other.tokens
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lookup")
+    model = FAMILIES["gpt2"](**{**FAMILIES["gpt2"].shared, "n_layer": 4})
+    plan_conversion(open_checkpoint(str(save(model, folder / "hf")))).write(folder / "w")
+    return folder / "w"
+
+
+@pytest.mark.parametrize(("tensor", "stages", "pipelined"), [(2, 1, False), (1, 2, False), (1, 2, True)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_ranks_draft_the_same(directory: Path, tensor: int, stages: int, pipelined: bool, sampled: bool):
+    """Ranks that search on their own, and stages for which rank 0 searches."""
+    prompts = prompts_of(LENGTHS, 96)
+    params = SAMPLED if sampled else SamplingParams(max_tokens=NEW)
+    (plain, _) = on_ranks(directory, 1, 1, lambda offline: generate(offline, prompts, params), **LONGER)
+
+    def twice(offline: OfflineEngine):
+        learning = learning_of(offline)
+        learning.policy.costs = None
+        assert (learning.host is not None) == pipelined
+        depth = offline.engine.micro_batches if pipelined else 2
+        runs = [generate(offline, prompts, params, depth) for _ in range(2)]
+        return runs, learning.accepted["lookup"]
+
+    (runs, accepted), _ = on_ranks(
+        directory, tensor, stages, twice, pipelined, speculation="lookup", **LONGER
+    )
+    for done in runs:
+        for one, other in zip(done, plain, strict=True):
+            assert one.tokens == other.tokens
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    assert accepted > sum(len(one.tokens) for one in plain) / 3
