@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from tridecode.backend.supervisor.processes import Waker
+from tridecode.backend.supervisor.processes import Waker, state
 
 _MAX_PAUSE_S = 5.0
 _HEALTHY_S = 10.0  # one that has lived for so long is started again at once
@@ -33,9 +33,17 @@ class Child:
         self.process: subprocess.Popen[bytes] | None = None
         self._start_at = self._pause = self._started_at = 0.0
         self._waker = Waker()
+        #: whether the last look has started it
+        self.started_now = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped it; it is continued after a while."""
+        return self.process is not None and state(self.process.pid) in ("T", "t")
 
     def look(self, now: float) -> None:
         """Start it unless it runs; to be called several times a second."""
+        self.started_now = False
         if self.process is not None and (code := self.process.poll()) is not None:
             self._bury(code, now)
         elif self.process is not None and self._waker.look(self.process.pid, now):
@@ -54,7 +62,7 @@ class Child:
 
     def _start(self, now: float) -> None:
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=self._fds)
-        self._started_at, self._waker = now, Waker()
+        self._started_at, self._waker, self.started_now = now, Waker(), True
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(self._settings())

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tridecode.backend.base.histogram import Histogram, bound_labels, num_cells
 from tridecode.backend.front.calls import Call
+from tridecode.backend.front.process.beats import Beats
 from tridecode.backend.service.monitoring.metric_table import (
     BEAT_METRICS,
     DOOR_METRICS,
@@ -61,8 +62,13 @@ def _histograms(slot: memoryview[float]) -> list[Histogram]:
 def shared_counts(workers: int) -> int:
     """Return a file descriptor of memory for this many workers, which inherit it."""
     with tempfile.TemporaryFile() as file:
-        file.truncate(_BYTES * workers)
+        file.truncate((_BYTES + 8) * workers)
         return os.dup(file.fileno())
+
+
+def shared_beats(fd: int, workers: int) -> Beats:
+    """Return the signs of life that lie after the counters."""
+    return Beats(fd, _BYTES * workers, workers)
 
 
 class Counts:

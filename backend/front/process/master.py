@@ -13,8 +13,11 @@ import time
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.pauses import PauseWatch
 from tridecode.backend.front.access import digest_of
+from tridecode.backend.front.process.beats import HANG_S
 from tridecode.backend.front.process.child import Child
+from tridecode.backend.front.process.counts import shared_beats
 from tridecode.backend.front.settings import FrontSettings
 from tridecode.backend.supervisor.processes import ProcessId, alive
 
@@ -63,6 +66,8 @@ class Master:
             Child(f"worker {n}", _WORKER, [str(n), *map(str, fds)], fds, lambda: msgspec.json.encode(workers))
             for n in range(settings.workers)
         ]
+        self._beats = shared_beats(counts_fd, settings.workers)
+        self._pauses = PauseWatch(time.monotonic(), _TICK_S)
         self._batches: Child | None = None
         if settings.batch_dir:
             # a dictionary and not the struct: this process does without the client that the other imports
@@ -78,6 +83,7 @@ class Master:
             now = time.monotonic()
             for child in self._children():
                 child.look(now)
+            self._end_hanging(now)
             if not alive(self._owner):
                 self._stopping = f"the server (pid {self._owner.pid}) is gone"
             time.sleep(_TICK_S)
@@ -85,6 +91,19 @@ class Master:
         self._listening.close()
         self._end()
         return 0
+
+    def _end_hanging(self, now: float) -> None:
+        """Kill workers whose event loop does not turn; they are then started again."""
+        if self._pauses.turn(now):  # they may have been paused, too: count from now on
+            for number in range(len(self._workers)):
+                self._beats.excuse(number, now)
+        for number, worker in enumerate(self._workers):
+            if worker.started_now:
+                self._beats.forget(number)
+            elif self._beats.silence(number, now) > HANG_S and not worker.is_stopped:
+                _log.error("%s has done nothing for %.0f s; it is killed", worker.name, HANG_S)
+                worker.signal(signal.SIGKILL)
+                self._beats.forget(number)
 
     def _children(self) -> list[Child]:
         return [*self._workers, *([self._batches] if self._batches is not None else ())]

@@ -24,7 +24,8 @@ from tridecode.backend.front.access import Keys
 from tridecode.backend.front.app import application
 from tridecode.backend.front.batches.store import Store
 from tridecode.backend.front.model import ServedModel
-from tridecode.backend.front.process.counts import Counts
+from tridecode.backend.front.process.beats import Beats
+from tridecode.backend.front.process.counts import Counts, shared_beats
 from tridecode.backend.front.process.http_protocol import protocol
 from tridecode.backend.front.reading import Bells
 from tridecode.backend.front.service import FrontService
@@ -35,6 +36,7 @@ from tridecode.backend.supervisor import processes
 #: seconds that open requests get after SIGTERM
 DRAIN_S = 20
 _CONNECTIONS_EVERY_S = 1.0
+_BEAT_S = 1.0
 #: file descriptors of a worker for everything but accepted clients, with room for those being refused
 _OTHER_FILES = 256
 #: seconds that a thread keeps the interpreter while another waits for it: the engine link's thread and the
@@ -59,9 +61,11 @@ async def serve(settings: FrontSettings, number: int, listening: socket.socket, 
         server = uvicorn.Server(config(settings, application(front)))
         _end_by_signals(server)
         watch = asyncio.create_task(_watch(front, server))
+        alive = asyncio.create_task(_beat(shared_beats(counts_fd, settings.workers), number))
         prepared = asyncio.create_task(model.prepare())
         await server.serve(sockets=[listening])
         watch.cancel()
+        alive.cancel()
         prepared.cancel()
         front.log.close()
     finally:
@@ -98,6 +102,13 @@ async def _watch(front: FrontService, server: uvicorn.Server) -> None:
     while True:
         front.counts.connections(len(server.server_state.connections))
         await asyncio.sleep(_CONNECTIONS_EVERY_S)
+
+
+async def _beat(beats: Beats, number: int) -> None:
+    """Show the first process that the event loop turns."""
+    while True:
+        beats.beat(number)
+        await asyncio.sleep(_BEAT_S)
 
 
 def _within_file_limit(settings: FrontSettings) -> FrontSettings:

@@ -21,6 +21,7 @@ from tests.backend.front.conftest import TEXT
 from tests.backend.front.fronts import ROOT, Front, error_of
 from tests.fake_engine import FakeEngine, FakeSupervisor, rebuilt, scripted
 from tests.waiting import wait_until
+from tridecode.backend.front.access import digest_of
 from tridecode.backend.supervisor import processes
 
 Ids = Callable[[str], list[int]]
@@ -101,6 +102,32 @@ def test_a_worker_that_is_stopped_by_a_signal_is_continued_and_its_streams_with_
     text += "".join(chunk.choices[0].text for chunk in stream)
     assert text == TEXT and processes.children(slow_front.process.pid) == [worker]
     assert "was stopped by a signal; it is continued" in slow_front.text()
+
+
+def test_a_worker_that_hangs_is_replaced(
+    slow: FakeEngine, its_supervisor: FakeSupervisor, toy_repository: Path, tmp_path: Path
+) -> None:
+    """Its event loop waits for a file of keys that nobody writes; its state is that of a healthy process."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{digest_of('secret')}\n")
+    options = ("--workers", "1", "--api-key-file", str(keys))
+    control = {"TRIDECODE_CONTROL_ENDPOINT": its_supervisor.endpoint}
+    with Front(toy_repository, tmp_path / "log", *options, **control) as front:
+        front.http.headers["authorization"] = "Bearer secret"
+        assert front.http.get("/v1/models").status_code == 200
+        (worker,) = processes.children(front.process.pid)
+        os.mkfifo(tmp_path / "fifo")
+        keys.rename(tmp_path / "kept")
+        (tmp_path / "fifo").rename(keys)
+        time.sleep(1.5)  # keys are looked at once a second
+        with pytest.raises(httpx.TimeoutException):
+            front.http.get("/v1/models", timeout=2.0)
+        assert processes.state(worker) == "S"
+        (tmp_path / "kept").rename(keys)  # for the next worker; this one waits for the file that was there
+        wait_until(lambda: processes.children(front.process.pid) not in ([], [worker]), 60, "a new worker")
+        assert "worker 0 has done nothing for 20 s; it is killed" in front.text()
+        front.wait_ready()
+        assert front.http.get("/v1/models").status_code == 200
 
 
 def test_no_worker_outlives_the_first_process(slow_front: Front) -> None:
