@@ -32,7 +32,9 @@ def prefix(
     ] = "conversations",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 8,
-    common: Annotated[int, typer.Option(help="Tokens that all prompts begin with; of `long`: all.")] = 2000,
+    common: Annotated[
+        int, typer.Option(help="Tokens that prompts begin with; of `long` and `swap`: all.")
+    ] = 2000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs with the cache and without it, in turns.")] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 64,
     cache_bytes: Annotated[

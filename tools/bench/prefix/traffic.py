@@ -90,7 +90,7 @@ def make_traffic(
     load: str, vocab_size: int, conversations: int, rounds: int, common: int, seed: int
 ) -> Traffic:
     """Return a load of LOADS, determined by the seed. common: tokens that all first prompts share; for `long`
-    the tokens of the prompt. Raises ConfigError for an unknown load.
+    and `swap` the tokens of a prompt and its answer. Raises ConfigError for an unknown load.
     """
     random = np.random.default_rng(seed)
 
@@ -103,7 +103,7 @@ def make_traffic(
         return _traffic([Conversation([one]) for one in single])
     if load in ("long", "swap"):
         cycle = 1 if load == "long" else _SWAPPED
-        long = [Turn(ids(common), _LONG_ANSWER) for _ in range(cycle)] * _LONG_TURNS
+        long = [Turn(ids(max(common - _LONG_ANSWER, 1)), _LONG_ANSWER) for _ in range(cycle)] * _LONG_TURNS
         return _traffic([Conversation(long, cycle=cycle)])
     if load not in LOADS:
         raise ConfigError(f"--load is {load!r}; wanted one of {', '.join(LOADS)}")
