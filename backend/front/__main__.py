@@ -31,6 +31,7 @@ from tridecode.backend.front.settings import (
     FrontSettings,
 )
 from tridecode.backend.front.triton.hosts import read_hosts
+from tridecode.backend.front.triton.tls import check_tls
 from tridecode.backend.supervisor import processes
 
 MAX_WORKERS = 64
@@ -63,6 +64,10 @@ class FrontArguments:
     batch_dir_bytes: int = MAX_STORE_BYTES
     batch_max_files: int = MAX_STORE_FILES
     triton: str = ""
+    triton_tls: bool = False
+    triton_ca: str = ""
+    triton_cert: str = ""
+    triton_key: str = ""
     owner: str = ""
     limit_seconds: float = 0.0
 
@@ -76,6 +81,8 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
     if arguments.chat_template and not Path(arguments.chat_template).is_file():
         raise ConfigError(f"--chat-template is {arguments.chat_template}; wanted a file that exists")
     hosts = read_hosts(arguments.triton) if arguments.triton else ()
+    files = arguments.triton_ca, arguments.triton_cert, arguments.triton_key
+    check_tls(hosts, arguments.triton_tls, *files)
     if hosts and arguments.manage_adapters:
         raise ConfigError("--manage-adapters changes a folder of this machine; wanted without --triton")
     for name in ("batch_dir_bytes", "batch_max_files"):
@@ -100,7 +107,7 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         port=arguments.port,
         workers=arguments.workers,
         names=arguments.served_model_name,
-        chat_template=os.path.abspath(arguments.chat_template) if arguments.chat_template else "",
+        chat_template=_absolute(arguments.chat_template),
         tool_call_parser=arguments.tool_call_parser,
         cors=arguments.cors,
         key_digests=digests,
@@ -109,13 +116,21 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         guest=guest,
         manage_adapters=arguments.manage_adapters,
         max_connections=arguments.max_connections,
-        batch_dir=os.path.abspath(arguments.batch_dir) if arguments.batch_dir else "",
+        batch_dir=_absolute(arguments.batch_dir),
         batch_dir_bytes=arguments.batch_dir_bytes,
         batch_max_files=arguments.batch_max_files,
         triton=hosts,
+        triton_tls=arguments.triton_tls,
+        triton_ca=_absolute(arguments.triton_ca),
+        triton_cert=_absolute(arguments.triton_cert),
+        triton_key=_absolute(arguments.triton_key),
         vocab_size=read_vocab_size(engine_dir) if hosts else 0,
         **values,
     )
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path else ""
 
 
 def _check_parser() -> None:
@@ -151,9 +166,13 @@ def main() -> int:
         "owner",
         "triton",
         "batch-dir",
+        "triton-ca",
+        "triton-cert",
+        "triton-key",
     ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--manage-adapters", action="store_true")
+    parser.add_argument("--triton-tls", action="store_true")
     parser.add_argument("--parent", type=int, help="process that started this one; end with it")
     parser.add_argument("--limit-seconds", type=float, default=argparse.SUPPRESS)
     for name in ("port", "workers", "max-connections", "batch-dir-bytes", "batch-max-files"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.front.settings import FrontSettings
+from tridecode.backend.front.triton.tls import tls_options
 from tridecode.backend.service.engine_service import EngineService
 from tridecode.backend.service.owner import Owner
 from tridecode.backend.service.preparation import Preparation
@@ -58,8 +59,9 @@ def _triton_engines(settings: FrontSettings, num_tokens: int) -> dict[str, Engin
     from tridecode.backend.front.triton.link import TritonLink  # here: gRPC takes 0.3 s and 30 MB
     from tridecode.backend.front.triton.watch import SameModel
 
+    tls = tls_options(settings)
     same, links = SameModel(settings.vocab_size, num_tokens), list[TritonLink]()
     for host in settings.triton:
-        links.append(TritonLink(host, same, links))
+        links.append(TritonLink(host, same, links, tls))
     preparation = Preparation(_MAX_PREPARING_REQUESTS, _MAX_PREPARING_BYTES).start()
     return {link.host: EngineService(link, preparation, settings.resume_within_s) for link in links}

@@ -17,6 +17,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """engine_dir: the model folder whose config.pbtxt is the engine's; num_engines: of that model.
 
     triton: HOST:PORT of the gRPC of servers whose engines are used instead; (): this machine's are used.
+    triton_tls: whether that gRPC is encrypted. triton_ca: its authorities, a file in PEM; "": those of gRPC.
+    triton_cert, triton_key: files in PEM with this client's certificate and its key, "": none.
     vocab_size: of the weights in the repository; 0: it has none.
     names: of the served model, the first one is shown; (): its own name. chat_template: a file; "": the
     checkpoint's. tool_call_parser: name of the format of tool calls; "": the template's.
@@ -36,6 +38,10 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     num_engines: int = 1
     triton: tuple[str, ...] = ()
+    triton_tls: bool = False
+    triton_ca: str = ""
+    triton_cert: str = ""
+    triton_key: str = ""
     vocab_size: int = 0
     names: tuple[str, ...] = ()
     chat_template: str = ""

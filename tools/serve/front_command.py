@@ -62,6 +62,15 @@ def front(
             help="gRPC ports of Triton servers that serve the model, instead of an engine of this machine.",
         ),
     ] = "",
+    triton_tls: Annotated[bool, typer.Option(help="Reach the Triton servers by TLS.")] = False,
+    triton_ca: Annotated[
+        Optional[Path],
+        typer.Option(help="Authorities that their certificates must have, in PEM. Default: gRPC's own list."),
+    ] = None,
+    triton_cert: Annotated[
+        Optional[Path], typer.Option(help="Certificate that this service shows them, in PEM.")
+    ] = None,
+    triton_key: Annotated[Optional[Path], typer.Option(help="Key of --triton-cert.")] = None,
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt configures the engine.")] = (
         "fastertransformer"
     ),
@@ -99,5 +108,9 @@ def front(
         batch_dir_bytes=batch_dir_bytes,
         batch_max_files=batch_max_files,
         triton=triton,
+        triton_tls=triton_tls,
+        triton_ca="" if triton_ca is None else str(triton_ca),
+        triton_cert="" if triton_cert is None else str(triton_cert),
+        triton_key="" if triton_key is None else str(triton_key),
     )
     raise typer.Exit(run(arguments))

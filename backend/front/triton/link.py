@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,11 +62,17 @@ class _Call:
 class TritonLink:
     """A Link; its thread is the event loop's. others: the links of all servers, this one included."""
 
-    def __init__(self, host: str, same: SameModel, others: Sequence[TritonLink] = ()):
-        """Call it in the event loop."""
+    def __init__(
+        self,
+        host: str,
+        same: SameModel,
+        others: Sequence[TritonLink] = (),
+        tls: Mapping[str, Any] | None = None,
+    ):
+        """tls: options of InferenceServerClient; None: without. Call it in the event loop."""
         self.host, self._others = host, others
         self._loop = asyncio.get_running_loop()
-        self.client = InferenceServerClient(host)
+        self.client = InferenceServerClient(host, **(tls or {}))
         self.watch = HostWatch(host, self.client, same, self._fail_all)
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}

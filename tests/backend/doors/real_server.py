@@ -95,9 +95,10 @@ def server_before(
     engine: FakeEngine,
     supervisor: FakeSupervisor,
     ports: Sequence[int] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[RealServer]:
     """A ready server before this engine; it and its processes are gone afterwards. ports: HTTP, gRPC,
-    metrics; (): free ones."""
+    metrics; (): free ones. options: further ones of tritonserver."""
     http, grpc, metrics = ports or free_ports(3)
     install = prepare(root)
     log = root / "server.log"
@@ -106,7 +107,7 @@ def server_before(
     command += ["--disable-auto-complete-config", "--exit-timeout-secs=5", "--model-load-thread-count=8"]
     shm_prefix = f"{SHM_PREFIX}_{uuid.uuid4().hex[:8]}_"
     command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
-    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", *options]
     environment = {**install.environment, "TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
     with open(log, "wb") as file:
         process = subprocess.Popen(

@@ -33,9 +33,13 @@ def token_models() -> list[RepositoryModel]:
 
 @contextlib.contextmanager
 def triton_before(
-    root: Path, engine: FakeEngine, supervisor: FakeSupervisor, ports: Sequence[int] = ()
+    root: Path,
+    engine: FakeEngine,
+    supervisor: FakeSupervisor,
+    ports: Sequence[int] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[RealServer]:
-    with server_before(root, token_models(), engine, supervisor, ports) as server:
+    with server_before(root, token_models(), engine, supervisor, ports, options) as server:
         yield server
 
 
