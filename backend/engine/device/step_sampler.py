@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
-from tridecode.backend.engine.device.sampling import on_device, start_slots
+from tridecode.backend.engine.device.late_masks import LateMasks
+from tridecode.backend.engine.device.sampling import start_slots
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.ranks.peer_memory import PeerSampler
 from tridecode.backend.engine.ranks.vocab_sampler import sample
@@ -42,6 +43,7 @@ class StepSampler:
             for _ in range(ring)
         ]
         self._host_accepted = [empty_host((rows,), torch.int32, device) for _ in range(ring)]
+        self._late = LateMasks(rows, state.sampling.masks.shape[1], device)
         self.verified: Batch | None = None  # the newest step that verifies, on a stage that does not sample
 
     def start(self, plan: StepPlan) -> None:
@@ -76,14 +78,11 @@ class StepSampler:
         """
         if not rows:
             return
-        state, count = self._state.sampling, plan.num_samples
-        slots = np.full(count, -1, np.int32)
-        slots[rows] = plan.slots[rows]
-        places = on_device(torch.from_numpy(slots[rows].astype(np.int64)), self._device)
-        state.masks[places] = on_device(torch.from_numpy(masks), self._device)
+        count, state = plan.num_samples, self._state.sampling
+        slots = self._late.upload(state, plan.slots, rows, masks, count)
         self._draw(
             self._state.work.logits[:count],
-            on_device(torch.from_numpy(slots), self._device),
+            slots,
             state,
             tokens=self.tokens[:count],
             log_probs=self._log_probs[:count],

@@ -15,18 +15,19 @@ class Constraint:
     """The grammar of one sequence. A worker has it while `ready` is false, otherwise the loop's thread.
 
     mask: (W,) int32, the possible ids of the next token (SamplingState.masks). error: why there is none.
-    is_over: the answer is complete, and the request has no token that ends it.
+    is_over: the answer is complete, and the request has no token that ends it. matcher: its state.
     """
 
     def __init__(self, matcher: TokenMatcher, words: int, model_ends: Items[int], ends: Items[int]):
         """words: of a mask. model_ends: tokens that the matcher allows where the answer may end. ends: those
         of the request.
         """
-        self._matcher = matcher
+        self.matcher = matcher
         self.mask = np.zeros(words, np.int32)
         self.ready = False
         self.error: TridecodeError | None = None
         self.is_over = False
+        self.timed = 0  # masks that are still computed alone, and timed
         self._model_ends, self._ends = list(model_ends), list(ends)
         self._moves_ends = set(self._model_ends) != set(self._ends)
         self._bits = self.mask.view(np.uint32)
@@ -38,7 +39,7 @@ class Constraint:
         """
         begun = time.thread_time()
         try:
-            self._matcher.accept(tokens)
+            self.matcher.accept(tokens)
             self._fill()
         except GrammarFault as fault:
             self.error = fault
@@ -53,8 +54,18 @@ class Constraint:
             self.error = GrammarFault(f"{found}; this model accepts {wanted}")
 
     def _fill(self) -> None:
-        self._matcher.fill(self.mask)
-        if not (self._moves_ends and self._matcher.is_accepting()):
+        self.matcher.fill(self.mask)
+        self._place_ends()
+
+    def take(self, mask: np.ndarray, fault: GrammarFault | None) -> None:
+        """Take the result of GrammarCompiler.advance. mask: (W,) int32, which it keeps."""
+        self.mask, self._bits, self.error = mask, mask.view(np.uint32), fault
+        if fault is None:
+            self._place_ends()
+
+    def _place_ends(self) -> None:
+        """Make the request's end tokens possible where the answer may end, instead of the model's."""
+        if not (self._moves_ends and self.matcher.is_accepting()):
             return
         for token in self._model_ends:
             self._bits[token // 32] &= ~np.uint32(1 << token % 32)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from tridecode.backend.engine.grammars.grammar_text import grammar_of
 from tridecode.backend.engine.grammars.matcher import GrammarFault, Vocabulary
@@ -58,10 +58,11 @@ class _Words:
 
 
 class Guidance:
-    """A GrammarCompiler. encode: tokenises a text."""
+    """A GrammarCompiler. encode: tokenises a text. threads: those that compute masks together."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[bytes], list[int]]):
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[bytes], list[int]], threads: int = 1):
         """Takes about 0.2 s for 50,000 tokens. vocabulary: with at least one end id."""
+        self._executor = LLExecutor(threads)
         self._vocabulary = vocabulary
         self._tokenizer = LLTokenizer(
             _Words(vocabulary, encode),  # type: ignore[arg-type]  # it looks at the attributes
@@ -85,39 +86,50 @@ class Guidance:
             raise GrammarFault(f"structured_output ({output.kind}) is refused: {_meaning(ignored[0])}")
         return GuidanceMatcher(matcher)
 
+    def advance(
+        self, matchers: list[GuidanceMatcher], tokens: list[int], masks: np.ndarray
+    ) -> list[GrammarFault | None]:
+        """GrammarCompiler.advance."""
+        inner = [matcher.inner for matcher in matchers]
+        self._executor.consume_token_par(list(zip(inner, tokens)))
+        places = [(one, i) for i, one in enumerate(inner)]
+        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks[0].nbytes, len(masks))
+        return [matcher.fault() if one.is_error() else None for matcher, one in zip(matchers, inner)]
+
 
 class GuidanceMatcher:
     """A TokenMatcher."""
 
     def __init__(self, matcher: LLMatcher):
-        self._matcher = matcher
+        self.inner = matcher
 
     def accept(self, tokens: list[int]) -> None:
         """TokenMatcher.accept."""
-        if tokens and not self._matcher.consume_tokens(tokens):
-            raise self._fault()
+        if tokens and not self.inner.consume_tokens(tokens):
+            raise self.fault()
 
     def fill(self, mask: np.ndarray) -> None:
         """TokenMatcher.fill."""
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            raise self._fault()
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self.inner.is_error():
+            raise self.fault()
 
     def is_accepting(self) -> bool:
         """TokenMatcher.is_accepting."""
-        return bool(self._matcher.is_accepting())
+        return bool(self.inner.is_accepting())
 
     def forced_tokens(self) -> list[int]:
         """TokenMatcher.forced_tokens."""
-        return list(self._matcher.compute_ff_tokens())
+        return list(self.inner.compute_ff_tokens())
 
     def copy(self) -> GuidanceMatcher:
         """TokenMatcher.copy."""
-        return GuidanceMatcher(self._matcher.deep_copy())
+        return GuidanceMatcher(self.inner.deep_copy())
 
-    def _fault(self) -> GrammarFault:
+    def fault(self) -> GrammarFault:
+        """Return the error of a matcher that has one."""
         return GrammarFault(
-            f"structured_output: the answer cannot obey it: {_meaning(self._matcher.get_error())}"
+            f"structured_output: the answer cannot obey it: {_meaning(self.inner.get_error())}"
         )
 
 

@@ -32,11 +32,11 @@ def load_grammars(
         vocabulary, encode = read_vocabulary(folder, vocab_size, end_ids)
         if not vocabulary.end_ids:
             return Grammars(fault="this model has no token that ends a text (end_id in config.ini)")
-        compiler = Guidance(vocabulary, encode)
+        threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+        compiler = Guidance(vocabulary, encode, threads)
     except ConfigError as error:
         return Grammars(fault=str(error))
     except Exception as error:  # of the library
         log.warning("no answer can obey a grammar: %s", error)
         return Grammars(fault=f"its tokenizer cannot be used for grammars: {error}")
-    threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
     return Grammars(compiler, vocab_size, vocabulary.end_ids, mask_cpu_ms / 1e3, threads)

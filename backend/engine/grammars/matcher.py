@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,4 +62,11 @@ class GrammarCompiler(Protocol):
 
     def compile(self, output: StructuredOutput) -> TokenMatcher:
         """Return a matcher at the beginning of an answer. Raises GrammarFault."""
+        ...
+
+    def advance(self, matchers: list[Any], tokens: list[int], masks: np.ndarray) -> list[GrammarFault | None]:
+        """Advance each matcher by one token and write its mask, on several threads of the library.
+
+        matchers: made by `compile`, or copies. masks: (n, W) int32. Returns the fault of each, None for none.
+        """
         ...

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Callable
 
+import numpy as np
+
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.grammars.matcher import GrammarCompiler, TokenMatcher
@@ -23,10 +25,16 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 log = logging.getLogger("tridecode.engine")
 
+_Job = tuple[Any, int]  # a sequence with a constraint, and its newest token
+
 #: compiled grammars that are kept, and the bytes of their texts
 CACHED_GRAMMARS, CACHED_BYTES = 64, 4 << 20
 #: threads that compile; one more grammar waits
 COMPILE_THREADS = 2
+#: masks that the library computes in one call, so that the first of many do not wait for the last
+MOST_TOGETHER = 64
+#: masks of a sequence that are computed alone, and timed, after a call that took longer than one mask may
+TIMED_MASKS = 8
 #: the first mask of a grammar builds most of its lexer
 _FIRST_MASK_S = 1.0
 
@@ -77,10 +85,15 @@ class Grammars:
         self._waiting: dict[int, _Compilation] = {}  # by id() of the group
         self._compiled: SimpleQueue[_Compilation] = SimpleQueue()
         self._compilations: SimpleQueue[_Compilation | None] = SimpleQueue()
-        self._jobs: SimpleQueue[tuple[Any, Constraint, list[int]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._timed_jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
         self._outstanding = 0
-        self._num_threads = {self._compile: COMPILE_THREADS, self._fill: mask_threads}
+        self._num_threads = {
+            self._compile: COMPILE_THREADS,
+            self._fill_timed: min(mask_threads, 2),
+            self._fill_together: 1,
+        }
         self._threads: list[threading.Thread] = []
 
     # ------------------------------------------------------------ grammars
@@ -134,7 +147,7 @@ class Grammars:
         constraint: Constraint = sequence.constraint
         constraint.ready = False
         self._outstanding += 1
-        self._jobs.put((sequence, constraint, [token]))
+        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, token))
 
     def settle(self, seconds: float) -> list[Any]:
         """Return the sequences whose masks are ready, or failed; wait up to `seconds` for the others."""
@@ -154,7 +167,8 @@ class Grammars:
         """End the threads, after their current jobs."""
         for _ in self._threads:
             self._compilations.put(None)
-            self._jobs.put(None)
+            self._timed_jobs.put(None)
+        self._jobs.put(None)
         self._threads = []
 
     # ------------------------------------------------------------ threads
@@ -164,15 +178,46 @@ class Grammars:
             return
         for body, count in self._num_threads.items():
             for i in range(count):
-                name = f"grammar-{'c' if body == self._compile else 'm'}{i}"
+                name = f"grammar{body.__name__}{i}"
                 self._threads.append(threading.Thread(target=body, name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
-    def _fill(self) -> None:
+    def _fill_together(self) -> None:
+        """Compute the masks of all sequences that wait, in one call of the library.
+
+        If one took long, each of them is computed alone for a while, so that the culprit is found.
+        """
+        assert self._compiler is not None
         while (job := self._jobs.get()) is not None:
-            sequence, constraint, tokens = job
-            constraint.advance(tokens, self._mask_cpu_s)
+            batch = [job]
+            while len(batch) < MOST_TOGETHER and not self._jobs.empty():
+                following = self._jobs.get()  # the only reader
+                if following is None:
+                    return
+                batch.append(following)
+            constraints = [sequence.constraint for sequence, _ in batch]
+            masks = np.empty((len(batch), self._words), np.int32)
+            begun = time.monotonic()
+            faults: list[Any]
+            try:
+                matchers = [constraint.matcher for constraint in constraints]
+                faults = list(self._compiler.advance(matchers, [token for _, token in batch], masks))
+            except Exception as error:  # a fault of the library ends only these requests
+                log.exception("masks could not be computed")
+                faults = [TridecodeError(f"structured_output: {type(error).__name__}")] * len(batch)
+            is_slow = time.monotonic() - begun > self._mask_cpu_s
+            for (sequence, _), constraint, mask, fault in zip(batch, constraints, masks, faults):
+                constraint.take(mask, fault)
+                constraint.timed = TIMED_MASKS if is_slow else 0
+                self._done.put(sequence)
+
+    def _fill_timed(self) -> None:
+        while (job := self._timed_jobs.get()) is not None:
+            sequence, token = job
+            constraint: Constraint = sequence.constraint
+            constraint.advance([token], self._mask_cpu_s)
+            constraint.timed -= 1
             self._done.put(sequence)
 
     def _compile(self) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import lark
@@ -361,6 +362,9 @@ def test_equal_grammars_are_compiled_once(engine: OfflineEngine) -> None:
         def compile(self, output: StructuredOutput):
             self.calls += 1
             return compiler.compile(output)
+
+        def advance(self, *given: Any) -> Any:
+            return compiler.advance(*given)
 
     grammars, counting = engine.scheduler.grammars, Counting()
     compiler, grammars._compiler = grammars._compiler, counting

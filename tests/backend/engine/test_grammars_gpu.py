@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.backend.engine.grammar_models import END, OTHER_END, constrained_engi
 from tests.backend.engine.loop_in_thread import run_loop
 from tests.checkpoints import tiny_tokenizer
 from tests.waiting import wait_until
-from tridecode.backend.engine.grammars.guidance import GuidanceMatcher
+from tridecode.backend.engine.grammars.guidance import Guidance
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SequenceRequest, Submit
 from tridecode.backend.wire.structured_output import StructuredOutput
@@ -40,8 +41,8 @@ def offline() -> Iterator[OfflineEngine]:
 
 
 def answers(offline: OfflineEngine, **params: object) -> tuple[list[str], int, int]:
-    """Return the text of each answer, "" for one that was cut, the number of rows that were sampled late, and of
-    those that were computed again.
+    """Return the text of each answer, "" for one that was cut, how many rows were sampled late, and how many
+    were computed again.
     """
     late = missed = 0
     sample_late, engine = offline.engine.sample_late, offline.engine
@@ -92,15 +93,15 @@ def test_answers_are_valid_and_take_a_step_a_token(offline: OfflineEngine, param
 def test_rows_whose_masks_are_late_are_computed_again(
     offline: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, fill = [0], GuidanceMatcher.fill
+    calls, advance = [0], Guidance.advance
 
-    def slow(self: GuidanceMatcher, mask: np.ndarray) -> None:
+    def slow(self: Guidance, *given: Any) -> Any:
         calls[0] += 1
         if calls[0] % 4 == 0:
-            time.sleep(0.02)
-        fill(self, mask)
+            time.sleep(0.015)
+        return advance(self, *given)
 
-    monkeypatch.setattr(GuidanceMatcher, "fill", slow)
+    monkeypatch.setattr(Guidance, "advance", slow)
     texts, _, missed = answers(offline)
     check(texts)
     assert missed > 5

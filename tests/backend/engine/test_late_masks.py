@@ -16,7 +16,7 @@ from tests.backend.engine.grammar_models import constrained_engine, sampled
 from tests.backend.engine.loop_in_thread import LoopInThread, run_loop
 from tests.waiting import wait_until
 from tridecode.backend.engine.device.engine import Engine
-from tridecode.backend.engine.grammars.guidance import GuidanceMatcher
+from tridecode.backend.engine.grammars.guidance import Guidance
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step.plan import StepPlan
@@ -110,17 +110,17 @@ def test_tokens_are_those_of_a_loop_that_waits(params: dict[str, Any]) -> None:
 
 
 def test_rows_whose_masks_are_late_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third mask takes 20 ms. Neighbours get their tokens meanwhile, and no token changes."""
+    """Every third call for masks takes 15 ms. Neighbours get their tokens meanwhile, and no token changes."""
     offline, wanted = constrained_engine(), requests()
-    expected, calls, fill = waiting(offline, wanted), [0], GuidanceMatcher.fill
+    expected, calls, advance = waiting(offline, wanted), [0], Guidance.advance
 
-    def slow(self: GuidanceMatcher, mask: np.ndarray) -> None:
+    def slow(self: Guidance, *given: Any) -> Any:
         calls[0] += 1
         if calls[0] % 3 == 0:
-            time.sleep(0.02)
-        fill(self, mask)
+            time.sleep(0.015)
+        return advance(self, *given)
 
-    monkeypatch.setattr(GuidanceMatcher, "fill", slow)
+    monkeypatch.setattr(Guidance, "advance", slow)
     assert late(offline, wanted) == expected
     assert offline.engine.__dict__.get("missed", 0) > 5
 

@@ -76,7 +76,7 @@ class _Bench:
         with open_engine(self.job) as engine:
             vocab_size = engine.model_config.vocab_size
             begun = time.perf_counter()
-            compiler = Guidance(made_up_vocabulary(vocab_size), _tokens_of)
+            compiler = Guidance(made_up_vocabulary(vocab_size), _tokens_of, _MASK_THREADS)
             print(f"vocabulary of {vocab_size:,}: {time.perf_counter() - begun:.2f} s")
             self._compile(compiler)
             grammars = Grammars(compiler, vocab_size, [vocab_size - 1], 0.1, _MASK_THREADS)
