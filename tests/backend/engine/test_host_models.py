@@ -25,6 +25,8 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 SIZE = 8 << 20
+#: families that run each time: learned positions, rotary ones with grouped heads, ALiBi, one kv head, windows
+USUAL = ("gpt2", "llama", "bloom", "falcon", "gemma2")
 
 
 @pytest.fixture
@@ -61,7 +63,10 @@ def assert_same(found: list[list[Generation]], wanted: list[list[Generation]]) -
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
+)
 def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory: int) -> None:
     model = FAMILIES[family]()
     prompts = beginnings(model.config.vocab_size)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.waiting import wait_until
 from tridecode.backend.supervisor.host_cache import HostCache, inherited
 from tridecode.backend.supervisor.rank import LocalProcess
 
@@ -55,8 +56,7 @@ def test_the_process_of_a_rank_inherits_its_file() -> None:
         options = cache.options(0, 1, 1 << 16)
         code = "import os, sys; os.pwrite(int(sys.argv[2]), b'hello', 64)"
         process = LocalProcess([sys.executable, "-c", code, *options])
-        while process.poll() is None:
-            os.sched_yield()
+        wait_until(lambda: process.poll() is not None, 30, "the end of the process")
         assert process.poll() == 0 and os.pread(fd_of(options), 5, 64) == b"hello"
     finally:
         cache.close()

@@ -19,7 +19,9 @@ from tridecode.tools.bench.prefix.figures import Played
 from tridecode.tools.bench.prefix.traffic import Conversation, Traffic
 
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-_COUNTED_S = 1.5  # the engine's metrics arrive with its heartbeats
+#: totals that have not changed for this long are complete: the engine's arrive with its heartbeats, and doors
+#: publish them about once a second
+_STILL_S = 2.5
 _METRICS_S = 10.0
 
 
@@ -34,10 +36,9 @@ class ServerPlayer:
 
         Raises EngineDownError if the server does not answer, TridecodeError if a request fails.
         """
-        before = self._counts()
+        before = self._settled()
         played = asyncio.run(self._play(traffic, use, salt))
-        time.sleep(_COUNTED_S)
-        after = self._counts()
+        after = self._settled()
         played.computed, played.cached, played.host = (int(b - a) for a, b in zip(before, after))
         return played
 
@@ -71,6 +72,15 @@ class ServerPlayer:
             played.output_tokens += len(ids) - len(prompt)
             talk.answered(ids[len(prompt) :].tolist())
         call.cancel()
+
+    def _settled(self) -> tuple[float, float, float]:
+        """Return `_counts` once they no longer change."""
+        found = self._counts()
+        while True:
+            time.sleep(_STILL_S)
+            last, found = found, self._counts()
+            if found == last:
+                return found
 
     def _counts(self) -> tuple[float, float, float]:
         """Return the prompt tokens that were computed, found in the cache, and of these in the host tier."""
