@@ -219,6 +219,9 @@ class EngineConfig:
     openai_cors: str = setting(
         "none", "origins whose pages may call it, separated by commas; *: all; none: no page may"
     )
+    openai_batch_dir: str = setting(
+        "none", "folder of its files and batches, relative to `config.pbtxt`; none: it has neither"
+    )
 
     # parameters of the config.pbtxt that the engine does not read
     extra: dict[str, str] = field(default_factory=dict)

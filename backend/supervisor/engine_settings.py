@@ -93,6 +93,7 @@ def front_options(engine_dir: str, config: EngineConfig) -> FrontOptions:
             path(config.openai_chat_template),
             config.openai_tool_call_parser,
             config.openai_cors,
+            path(config.openai_batch_dir),
         )
     )
 

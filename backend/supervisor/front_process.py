@@ -43,6 +43,7 @@ class FrontOptions:
     chat_template: str = "none"
     tool_call_parser: str = "none"
     cors: str = "none"
+    batch_dir: str = "none"
 
     def words(self) -> list[str]:
         """Return the options of the service. Paths are absolute."""
@@ -52,6 +53,7 @@ class FrontOptions:
             ("api-key-file", self.api_key_file),
             ("chat-template", self.chat_template),
             ("tool-call-parser", self.tool_call_parser),
+            ("batch-dir", self.batch_dir),
         ):
             if text != "none":
                 words += [f"--{name}", text]

@@ -146,8 +146,10 @@ def test_settings_of_the_repository_and_of_serve(tmp_path: Path, monkeypatch: py
 
     monkeypatch.delenv(front_process.PORT_VARIABLE, raising=False)
     assert read(device="cpu").port == 0
-    found = read(device="cpu", openai_port="9000", openai_api_key_file="keys")
+    found = read(device="cpu", openai_port="9000", openai_api_key_file="keys", openai_batch_dir="/batches")
     assert (found.port, found.api_key_file) == (9000, str(tmp_path / "keys"))
+    assert "--batch-dir /batches" in " ".join(found.words())
+    assert "--batch-dir" not in FrontOptions(9000).words()
     monkeypatch.setenv(front_process.PORT_VARIABLE, "9100")
     monkeypatch.setenv(front_process.ADDRESS_VARIABLE, "0.0.0.0")
     found = read(device="cpu")
