@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
-from tridecode.kernels.cuda_attention import CudaAttention, has_kernel
+from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
+from tridecode.kernels.cuda_attention import CudaAttention
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
@@ -59,13 +59,32 @@ class Cuda:
         self._sampling.reserve(max_rows, vocab_size)
 
     def captures(self, heads: Heads) -> bool:
-        return has_kernel(heads)
+        return True  # every attention kernel reads lengths and block tables on the device
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         return self.gemms.pack(linear, dtype, is_head)
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         self.gpu.norm(x, norm, out)
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm | None,
+        next_norm: Norm | None = None,
+        *,
+        normed: Tensor | None = None,
+    ) -> None:
+        self.gpu.add_normed(residual, x, norm, next_norm, normed)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        match("soft_cap", ("RV", "x", x))
+        contiguous("soft_cap", ("x", x))
+        if x.dtype != torch.float32:
+            raise DtypeError(f"soft_cap: x is {x.dtype}; wanted float32")
+        if x.numel():
+            self.gpu.library.soft_cap(x.data_ptr(), x.numel(), cap, self.gpu.stream)
 
     def linear(
         self,
@@ -216,6 +235,7 @@ class Cuda:
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         first_id: int | None = None,
+        factor: float = 1.0,
         out: Tensor,
     ) -> None:
         scales = None
@@ -247,6 +267,7 @@ class Cuda:
             pointer(scales),
             pointer(positions),
             pointer(position_table),
+            factor,
             sizes["T"],
             sizes["C"],
             first_id or 0,

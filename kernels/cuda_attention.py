@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on an NVIDIA GPU; torch handles the cases that have no kernel."""
+"""Attention over the paged KV cache on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tridecode.kernels.gemm.call import check_qkv, fields_of_heads
 from tridecode.kernels.gemm.kind import finish_heads
 from tridecode.kernels.gpu import DTYPES, Gpu, cache_fields, check_cache, pointer
 from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear
-from tridecode.kernels.reference import Reference
 from tridecode.kernels.scratch import NUM_COUNTERS
 
 
@@ -42,9 +41,6 @@ class CudaAttention:
             check_qkv("finish_qkv", qkv, heads, batch, cache)
             finish_heads(gpu, qkv, heads, fields_of_heads(heads, batch, cache))
             unfinished = None
-        if not has_kernel(heads):
-            Reference().decode_attention(qkv, heads, batch, cache, out=out)
-            return
         fields = _attention_fields(qkv, heads, batch, cache, out)
         if unfinished is not None:
             indices("decode_attention", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
@@ -65,9 +61,6 @@ class CudaAttention:
         tokens = batch.num_tokens - batch.decode_tokens
         _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
         if tokens == 0:
-            return
-        if not has_kernel(heads):
-            Reference().prefill_attention(qkv, heads, batch, cache, out=out)
             return
         fields = _attention_fields(qkv, heads, batch, cache, out)
         fields["query_starts"] = batch.query_starts.data_ptr()
@@ -131,9 +124,9 @@ class CudaAttention:
         return self._numbers
 
 
-def has_kernel(heads: Heads) -> bool:
-    """Return whether csrc/ has an attention kernel for these heads; torch computes the others."""
-    return not heads.window and not heads.softcap and heads.key_bias is None
+def is_limited(heads: Heads) -> bool:
+    """Return whether decode_limited.cu and prefill_limited.cu compute these heads."""
+    return heads.window > 0 or heads.softcap > 0 or heads.key_bias is not None
 
 
 def _finishes_apart(heads: Heads, product: Linear) -> bool:
@@ -145,14 +138,24 @@ def _finishes_apart(heads: Heads, product: Linear) -> bool:
     so fusing the rotation saves little.
     """
     rotates_packed = heads.rope is not None and product.kind in ("packed", "int4")
-    return heads.changes_qkv or not has_kernel(heads) or rotates_packed
+    return heads.changes_qkv or is_limited(heads) or rotates_packed
 
 
 def _attention_fields(
     qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor
 ) -> dict[str, float]:
     """Return the fields of tridecode_attention_task that both attentions read."""
+    bias = heads.key_bias
+    limits: dict[str, float] = {}
+    if is_limited(heads):
+        limits = {
+            "window": heads.window,
+            "softcap": heads.softcap,
+            "key_bias": pointer(bias),
+            "bias_columns": 0 if bias is None else bias.shape[1],
+        }
     return {
+        **limits,
         "out": out.data_ptr(),
         "qkv": qkv.data_ptr(),
         **cache_fields(cache),

@@ -21,7 +21,9 @@ from tridecode.kernels.scratch import EXCHANGE_BYTES, NUM_COUNTERS, SUM_BYTES
 
 log = logging.getLogger("tridecode.engine")
 
+#: codes of the activations in epilogues of GEMMs, and of those in a kernel of their own
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
+ROW_ACTIVATIONS = {"geglu_tanh": 5, "geglu": 6, "silu": 7}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
@@ -118,6 +120,27 @@ class Gpu:
             DTYPES[dtype],
             self.stream,
         )
+
+    def add_normed(
+        self, residual: Tensor, x: Tensor, norm: Norm | None, next_norm: Norm | None, normed: Tensor | None
+    ) -> None:
+        """kernels.ops.Ops.add_normed."""
+        rows = [("residual", residual), ("x", x), *([] if normed is None else [("normed", normed)])]
+        if (next_norm is None) != (normed is None):
+            raise ShapeError("add_normed: next_norm and normed belong together")
+        fields: dict[str, float] = {}
+        constants = []
+        for prefix, one in (("", norm), ("next_", next_norm)):
+            if one is not None:
+                fields[f"{prefix}weight"], fields[f"{prefix}bias"] = one.weight.data_ptr(), pointer(one.bias)
+                fields[f"{prefix}eps"] = one.eps
+                constants += [(f"{prefix}norm", part) for part in (one.weight, one.bias) if part is not None]
+        sizes = match("add_normed", *(("TC", *row) for row in rows), *(("C", *part) for part in constants))
+        dtype = same_dtype("add_normed", *rows, *constants)
+        for name, tensor in rows:
+            fields[name], fields[f"{name}_stride"] = tensor.data_ptr(), tensor.stride(0)
+        fields |= {"tokens": sizes["T"], "columns": sizes["C"], "dtype": DTYPES[dtype]}
+        self.library.add_normed(self.stream, fields)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """Return norm(x) in scratch memory, valid until the next operation."""

@@ -94,9 +94,10 @@ class Ops(Protocol):
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         first_id: int | None = None,
+        factor: float = 1.0,
         out: Tensor,
     ) -> None:
-        """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
+        """out[t] = factor * (table[token_ids[t]] (+ position_table[positions[t]])).
 
         first_id: the table holds the rows of V ids from this one on, and out[t] is 0 for other ids; None: it
         holds the rows of all ids. token_ids, positions: (T,) int32. table: (V, C) X, or int8 with a scale for
@@ -113,6 +114,26 @@ class Ops(Protocol):
         Sources: Ba et al. 2016; Zhang and Sennrich 2019, equation 4. Agrees with
         torch.nn.functional.layer_norm and transformers' LlamaRMSNorm.
         """
+        ...
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm | None,
+        next_norm: Norm | None = None,
+        *,
+        normed: Tensor | None = None,
+    ) -> None:
+        """residual += norm(x), then normed = next_norm(residual) of the rounded sum.
+
+        residual, x, normed: (T, C) X, rows contiguous; normed may be x. norm None: x is added as it is.
+        next_norm and normed are given together. Norms as in `norm`.
+        """
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place. x: (R, V) float32, contiguous. cap: above 0."""
         ...
 
     def linear(

@@ -145,7 +145,8 @@ class Decoder:
         position_table: Tensor | None = None,
         norm: Norm | None = None,
     ) -> None:
-        """Compute x = norm(rows of the word embedding (+ rows of position_table at the batch's positions)).
+        """Compute x = norm(embedding_scale * (rows of the word embedding + rows of position_table at the
+        batch's positions)).
 
         If the ranks share the vocabulary, each looks up its own ids and sets the other rows of x to 0. The
         sum over the ranks is then bitwise equal to a look-up in the whole table.
@@ -157,6 +158,7 @@ class Decoder:
             positions=None if position_table is None else batch.positions,
             position_table=position_table,
             first_id=None if vocab is None else vocab.first,
+            factor=self.embedding_scale,
             out=x,
         )
         if vocab is not None:
@@ -231,12 +233,14 @@ class Decoder:
 
         after: the outer norms of attention and MLP, per layer.
         """
-        for layer, norms, heads, cache in zip(self.layers, after, self.heads, caches):
+        rows = self._first_rows(x)
+        every = zip(self.layers, after, self.heads, caches, self._next_norms)
+        for layer, norms, heads, cache, next_norm in every:
             mlp = context.mlp(layer)
-            attended = attention(context, Rows(x, layer.attention_norm), layer.qkv, heads, cache)
-            add_normed(context, x, attended, layer.dense, norms[0])
-            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
-            add_normed(context, x, mlp, layer.down, norms[1])
+            attended = attention(context, rows, layer.qkv, heads, cache)
+            rows = add_normed(context, x, (attended, layer.dense), norms[0], layer.mlp_norm)
+            context.ops.linear(rows.x, layer.up, norm=rows.norm, activation=activation, out=mlp)
+            rows = add_normed(context, x, (mlp, layer.down), norms[1], next_norm)
 
     def _first_rows(self, x: Tensor) -> Rows:
         """Return the input of the first layer's attention; a stage may have no layer."""

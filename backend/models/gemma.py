@@ -9,12 +9,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection
-from tridecode.backend.models.context import Context, Ranks
+from tridecode.backend.models.context import Ranks
 from tridecode.backend.models.llama import LAYOUT, llama_fields, llama_keys
 from tridecode.backend.models.weights import Weights
 
@@ -30,10 +29,6 @@ class Model(llama.Model):
         super().__init__(config, weights, ranks, num_positions)
         # transformers rounds the scale to the dtype of the embedding
         self.embedding_scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=self.dtype))
-
-    def embed(self, context: Context, x: Tensor) -> None:
-        super().embed(context, x)
-        x.mul_(self.embedding_scale)
 
 
 FAMILY = Family("gemma", "Gemma", read=read, keys=llama_keys, weight_specs=LAYOUT.specs, model=Model)

@@ -97,7 +97,9 @@ class Model(gemma.Model):
 
     def logits(self, context: Context, x: Tensor) -> Tensor:
         logits, softcap = super().logits(context, x), self.config.logit_softcap
-        return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+        if softcap:
+            context.ops.soft_cap(logits, softcap)
+        return logits
 
 
 FAMILY = Family(

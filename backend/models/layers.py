@@ -110,17 +110,27 @@ def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], no
     sums.add_rows(delta, _biases([product]), x, norm, out=None, normed=x, follows_product=True)
 
 
-def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, norm: Norm) -> None:
-    """Compute residual += norm(x @ weight.T + bias), with the GEMM summed over tensor ranks."""
+def add_normed(
+    context: Context, residual: Tensor, product: tuple[Tensor, Linear], norm: Norm, next_norm: Norm | None
+) -> Rows:
+    """Compute residual += norm(y @ weight.T + bias) of (y, linear), with the GEMM summed over tensor ranks.
+
+    Returns next_norm(residual) as the next GEMM's input; it is in work.delta until the next call. next_norm
+    None: returns the residual.
+    """
     sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(residual)
+    normed: Norm | None = norm
     if sums is None:
-        delta = _sum_over_ranks(context, (x, linear))
-        context.ops.norm(delta, norm, out=delta)
+        delta = _sum_over_ranks(context, product)
     else:
-        delta = _partial_sums(context, False, (x, linear))
-        biases = _biases([(x, linear)])
+        delta, normed = _partial_sums(context, False, product), None
+        biases = _biases([product])
         sums.add_rows(delta, biases, None, norm, out=None, normed=delta, follows_product=True)
-    residual.add_(delta)
+    if next_norm is None:
+        context.ops.add_normed(residual, delta, normed)
+        return Rows(residual, None)
+    context.ops.add_normed(residual, delta, normed, next_norm, normed=delta)
+    return Rows(delta, None)
 
 
 def add_over_ranks(context: Context, x: Tensor, norm: Norm | None) -> None:

@@ -85,7 +85,6 @@ class Model(Decoder):
     def embed(self, context: Context, x: Tensor) -> None:
         """Compute scale * (word + position / scale), so that the look-up includes the sum."""
         self.look_up(context, x, self.positions)
-        x.mul_(self.embedding_scale)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         self.sequential(context, x, self.config.activation, caches)

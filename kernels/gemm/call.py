@@ -12,7 +12,7 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.plan import Gemm
-from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, pointer
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, contiguous, pointer
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.reference.products import GATED
 
@@ -117,6 +117,30 @@ def fields_of_heads(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, 
     if rope is not None:
         fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
         fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
+    return fields
+
+
+def fields_of_changes(heads: Heads, qkv: Tensor) -> dict[str, float]:
+    """Return the fields of tridecode_heads_task for the clamp and the norms of heads.
+
+    Raises ShapeError, DtypeError or LayoutError if a norm does not fit the heads.
+    """
+    fields: dict[str, float] = {"limit": heads.qkv_limit}
+    kinds = (("query", heads.query_norm, heads.num_heads), ("key", heads.key_norm, heads.num_kv_heads))
+    for name, norm, count in kinds:
+        if norm is None:
+            continue
+        own = norm.weight.ndim == 2
+        wanted = (count, heads.head_size) if own else (heads.head_size,)
+        for part in (norm.weight, norm.bias):
+            if part is None:
+                continue
+            if tuple(part.shape) != wanted:
+                raise ShapeError(f"finish_heads: {name}_norm is {tuple(part.shape)}; wanted {wanted}")
+            contiguous("finish_heads", (f"{name}_norm", part))
+            same_dtype("finish_heads", ("qkv", qkv), (f"{name}_norm", part))
+        fields[f"{name}_weight"], fields[f"{name}_bias"] = norm.weight.data_ptr(), pointer(norm.bias)
+        fields[f"{name}_eps"], fields["norm_per_head"] = norm.eps, own
     return fields
 
 

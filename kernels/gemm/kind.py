@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tridecode.kernels.gemm.call import Call
-from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu
+from tridecode.kernels.gemm.call import Call, fields_of_changes
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, ROW_ACTIVATIONS, Gpu, pointer
 from tridecode.kernels.operands import Heads, Linear
-from tridecode.kernels.reference.products import activated, change_qkv
 
 
 class WeightKind(ABC):
@@ -54,12 +53,26 @@ class WeightKind(ABC):
         raise NotImplementedError
 
     def activate_behind(self, call: Call) -> None:
-        """Compute a GEMM, then, by torch, an activation that no epilogue supports."""
+        """Compute a GEMM, then an activation that no epilogue supports in a launch of its own."""
         assert call.activation is not None
-        product = self.gpu.temporary("product", call.tokens, call.linear.weight.shape[0], call.x.dtype)
-        self.launch(call._replace(out=product, activation=None, residual=None))
-        product = activated(product, call.activation)
-        call.out.copy_(product if call.residual is None else product.add_(call.residual))
+        gpu, out, residual = self.gpu, call.out, call.residual
+        product = gpu.temporary("product", call.tokens, call.linear.weight.shape[0], call.x.dtype)
+        self.launch(call.bare(product))
+        gpu.library.activate_rows(
+            gpu.stream,
+            out=out.data_ptr(),
+            product=product.data_ptr(),
+            bias=pointer(call.linear.bias),
+            residual=pointer(residual),
+            out_stride=out.stride(0),
+            product_stride=product.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            tokens=call.tokens,
+            columns=out.shape[1],
+            activation=ROW_ACTIVATIONS[call.activation],
+            out_float32=call.out_float32,
+            dtype=DTYPES[call.x.dtype],
+        )
 
     def run(self, kernel: str, task: Mapping[str, float]) -> None:
         """Launch a kernel of csrc/api/gemm.h.
@@ -74,7 +87,16 @@ class WeightKind(ABC):
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:
     """Clamp, normalise and rotate heads in place, and write keys and values. fields: from fields_of_heads."""
     if heads.changes_qkv:
-        change_qkv(qkv, heads)
+        gpu.library.finish_heads(
+            gpu.stream,
+            qkv=qkv.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            tokens=qkv.shape[0],
+            dtype=DTYPES[qkv.dtype],
+            **fields,
+            **fields_of_changes(heads, qkv),
+        )
+        return
     gpu.library.rotate_and_cache(
         gpu.stream,
         out=qkv.data_ptr(),

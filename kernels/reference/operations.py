@@ -20,9 +20,11 @@ from tridecode.kernels.reference.products import (
     activate,
     activated,
     change_qkv,
-    normed,
     rotate,
     written,
+)
+from tridecode.kernels.reference.products import (
+    normed as normed_of,
 )
 from tridecode.kernels.reference.rows import place_rows, verify_rows
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
@@ -77,8 +79,20 @@ class Reference:
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         first_id: int | None = None,
+        factor: float = 1.0,
         out: Tensor,
     ) -> None:
+        if factor != 1.0:
+            self.embed(
+                token_ids,
+                table,
+                positions=positions,
+                position_table=position_table,
+                first_id=first_id,
+                out=out,
+            )
+            out.mul_(factor)
+            return
         if first_id is not None:
             local = token_ids - first_id
             known = local.clamp(0, table.shape[0] - 1)
@@ -109,7 +123,24 @@ class Reference:
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
         same_dtype("norm", ("x", x), ("weight", norm.weight), ("out", out))
-        out.copy_(normed(x, norm))
+        out.copy_(normed_of(x, norm))
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm | None,
+        next_norm: Norm | None = None,
+        *,
+        normed: Tensor | None = None,
+    ) -> None:
+        match("add_normed", ("TC", "residual", residual), ("TC", "x", x))
+        residual.add_(x if norm is None else normed_of(x, norm))
+        if next_norm is not None and normed is not None:
+            self.norm(residual, next_norm, out=normed)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        x.div_(cap).tanh_().mul_(cap)
 
     def linear(
         self,
@@ -130,7 +161,7 @@ class Reference:
         if out.shape[1] != wanted:
             raise ShapeError(f"linear: out has {out.shape[1]} columns; {columns} weight rows give {wanted}")
         if norm is not None:
-            x = normed(x, norm)
+            x = normed_of(x, norm)
         rounding = linear.weight if isinstance(linear.weight, QuantizedWeight) else linear
         if rounding.activations:
             x = as_rounded(x, rounding.activations, rounding.activation_group)

@@ -80,17 +80,25 @@ def context_of(cache: CacheLayer, batch: Batch, row: int) -> tuple[Tensor, Tenso
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    """Vaswani et al. 2017 with Press et al. 2022, in float64: q (T, H, D), the last T positions of k, v (K,
-    L, D)."""
+    """Vaswani et al. 2017 with Press et al. 2022, windows and soft caps, in float64: q (T, H, D), the last T
+    positions of k, v (K, L, D)."""
     group = heads.num_heads // heads.num_kv_heads
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.einsum("thd,hld->htl", q.double().cpu(), k) * heads.scale
     distance = (
         torch.arange(k.shape[1])[None, :] - (torch.arange(q.shape[0]) + k.shape[1] - q.shape[0])[:, None]
     )
+    if heads.softcap:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
     if heads.slopes is not None:
         scores = scores + heads.slopes.double().cpu()[:, None, None] * distance
     if heads.key_bias is not None:
-        scores = scores + heads.key_bias.double().cpu()[:, None, : k.shape[1]]
-    weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1)
+        columns = torch.arange(k.shape[1]).clamp(max=heads.key_bias.shape[1] - 1)
+        scores = scores + heads.key_bias.double().cpu()[:, None, columns]
+    hidden = distance > 0
+    if heads.window:
+        hidden = hidden | (distance <= -heads.window)
+        v = v.nan_to_num()  # blocks outside of all windows may hold anything
+        scores = scores.nan_to_num()
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("htl,hld->thd", weights, v).flatten(1)

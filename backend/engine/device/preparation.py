@@ -119,7 +119,7 @@ def can_capture(engine: Engine) -> bool:
         return False
     if all(state.ops.captures(heads) for heads in state.model.heads):
         return True
-    log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
+    log.info("no CUDA graphs: these operations read lengths on the host")
     return False
 
 

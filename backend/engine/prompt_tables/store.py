@@ -210,6 +210,7 @@ class PromptedOps:
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         first_id: int | None = None,
+        factor: float = 1.0,
         out: Tensor,
     ) -> None:
         self._ops.embed(
@@ -218,6 +219,7 @@ class PromptedOps:
             positions=positions,
             position_table=position_table,
             first_id=first_id,
+            factor=factor,
             out=out,
         )
         if first_id:  # the rows of all ranks are summed: the first rank adds those of the virtual tokens
@@ -227,7 +229,7 @@ class PromptedOps:
         if positions is not None and position_table is not None:
             at = positions[self._tokens].long()
             rows = (rows.float() + position_table[at].float()).to(out.dtype)
-        out[self._tokens] = rows
+        out[self._tokens] = rows if factor == 1.0 else rows * factor
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,30 @@ extern "C" {
 // dequantised values, and head_size is at most 256.
 int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
 
+// The same with a clamp and a norm of each query and key head before the rotation.
+typedef struct {
+  void* qkv;  // (tokens, (heads + 2 * kv_heads) * head_size), in place
+  const float* cos;
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;
+  void* cache;
+  float* cache_scales;
+  // (head_size) or, norm_per_head, (heads or kv_heads, head_size); no weight: no norm; no bias:
+  // RMSNorm
+  const void* query_weight;
+  const void* query_bias;
+  const void* key_weight;
+  const void* key_bias;
+  int64_t qkv_stride;
+  float query_eps, key_eps;
+  float limit;  // q, k and v are clamped to [-limit, limit]; 0: they are not
+  int norm_per_head;
+  int tokens, heads, kv_heads, head_size, rotary_size, interleaved, block_tokens;
+  int cache_format, dtype;
+} tridecode_heads_task;
+int tridecode_finish_heads(const tridecode_heads_task* task, void* stream);
+
 typedef struct {
   void* out;                // (tokens, heads * head_size)
   const void* qkv;          // (tokens, (heads + 2 * kv_heads) * head_size)
@@ -49,6 +73,11 @@ typedef struct {
   const float* sin;
   const int* positions;
   const int* kv_slots;
+  // a query sees this many tokens, itself included; 0: all before it. Then rows are finished
+  int window;
+  float softcap;          // scores become softcap * tanh(score / softcap); 0: no cap
+  const float* key_bias;  // (heads, bias_columns), or null; the last column also applies beyond it
+  int bias_columns;
 } tridecode_attention_task;
 
 int64_t tridecode_decode_attention_scratch(int head_size);

@@ -28,15 +28,48 @@ typedef struct {
 } tridecode_place_task;
 int tridecode_place_rows(const tridecode_place_task* task, void* stream);
 
-// scales: null: table has dtype; else table is int8, with one scale per row. first_id, num_ids: ids
-// of the table's rows; a token with any other id gets a row of zeros.
+// out = factor * (table row + position row). scales: null: table has dtype; else table is int8,
+// with one scale per row. first_id, num_ids: ids of the table's rows; a token with any other id
+// gets a row of zeros.
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
-                    const int* positions, const void* position_table, int num_tokens, int columns,
-                    int first_id, int num_ids, int dtype, void* stream);
+                    const int* positions, const void* position_table, float factor, int num_tokens,
+                    int columns, int first_id, int num_ids, int dtype, void* stream);
 
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
                    void* stream);
+
+// residual = residual + norm(x), rounded; normed = next_norm(residual). Without weight, x is not
+// normalised; without bias, an RMSNorm. Without next_weight, normed is not written; it may be x.
+typedef struct {
+  void* residual;  // (tokens, columns), as x and normed
+  const void* x;
+  void* normed;
+  const void* weight;
+  const void* bias;
+  const void* next_weight;
+  const void* next_bias;
+  int64_t residual_stride, x_stride, normed_stride;
+  float eps, next_eps;
+  int tokens, columns, dtype;
+} tridecode_add_normed_task;
+int tridecode_add_normed(const tridecode_add_normed_task* task, void* stream);
+
+// out = activation(product + bias) + residual. Gated activations: product and bias have 2 * columns
+// columns, the gate's first; out = activation(gate) * value + residual.
+enum tridecode_rows_activation { kRowsGegluTanh = 5, kRowsGeglu = 6, kRowsSilu = 7 };
+typedef struct {
+  void* out;             // (tokens, columns), of dtype or float32
+  const void* product;   // (tokens, columns or 2 * columns)
+  const void* bias;      // or null
+  const void* residual;  // (tokens, columns), or null; may be out
+  int64_t out_stride, product_stride, residual_stride;
+  int tokens, columns, activation, out_float32, dtype;
+} tridecode_activate_task;
+int tridecode_activate_rows(const tridecode_activate_task* task, void* stream);
+
+// x[i] = cap * tanh(x[i] / cap).
+int tridecode_soft_cap(float* x, int64_t count, float cap, void* stream);
 
 // out[t, c] = x[t, order[c]], of rows of `columns` 16-bit numbers; rows of out are contiguous.
 int tridecode_gather_columns(void* out, const void* x, const int* order, int num_tokens,

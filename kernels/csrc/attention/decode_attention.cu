@@ -9,6 +9,8 @@ int64_t tridecode_decode_attention_scratch(int head_size) {
 
 int tridecode_decode_attention(const tridecode_attention_task* task, void* stream) {
   const bool several = task->max_query > 1, is_exact = task->cache_format == kCacheOfDtype;
+  if (task->window || task->softcap > 0.0f || task->key_bias)
+    return (is_exact ? run_limited : run_limited_8bit)(*task, stream);
   if (several) return (is_exact ? run_several_queries : run_several_queries_8bit)(*task, stream);
   if (!is_exact) return run_decode_8bit(*task, stream);
   return for_dtype(task->dtype, "decode_attention", [&](auto zero) {

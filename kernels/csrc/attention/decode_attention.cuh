@@ -25,21 +25,23 @@ __host__ __device__ constexpr int warp_bytes() {
   return Source::kBytes > sums ? Source::kBytes : sums;
 }
 
-// SEVERAL: rows may have several queries.
-template <typename X, typename C, int D, int TEAM, typename Source, bool SEVERAL = false>
+template <typename X, typename C, int D, int TEAM, typename Source, Mode MODE = kOneQuery>
 __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     decode_attention(const __grid_constant__ Task task) {
-  using S = Sums<X, C, D, SEVERAL>;
+  using S = Sums<X, C, D, MODE>;
+  constexpr bool SEVERAL = MODE != kOneQuery, LIMITED = MODE == kLimited;
   constexpr int kSpan = Source::kSpan, kStride = warp_bytes<D, TEAM, Source>();
   extern __shared__ __align__(128) char shared[];
   __shared__ unsigned int arrival;
   char* const own_shared = shared + threadIdx.x / 32 * kStride;
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * kStride);
 
-  if constexpr (SEVERAL) wait_for_predecessor();              // new tokens may be in any tile
+  const bool several = LIMITED ? task.max_query > 1 : SEVERAL;
+  if (several) wait_for_predecessor();                        // new tokens may be in any tile
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // barriers follow
   constexpr bool kLongChunks = TEAM > 1 && !std::is_same<C, X>::value;
-  const Runs runs = divide<TEAM, kLongChunks>(task, gridDim.x * (kWarps / TEAM), kSpan, prefix);
+  const Runs runs =
+      divide<TEAM, kLongChunks, MODE>(task, gridDim.x * (kWarps / TEAM), kSpan, prefix);
   const int member = TEAM == 1 ? 0 : threadIdx.x / 32;
   const int team = TEAM == 1 ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x;
   const int end = runs.start_of(team + 1);
@@ -49,19 +51,20 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
   auto request = [&](const Part& part, int which, int span) {  // whether it has tiles of the part
     const int first = max(span * kSpan, part.first_tile);
     const int last = min((span + 1) * kSpan, part.last_tile);
-    if (first < last) pages.request(which, first, last, part.tiles);
+    if (first < last)
+      pages.request(which, part.hidden + first, part.hidden + last, part.hidden + part.tiles);
   };
-  bool waited = SEVERAL;
+  bool waited = several;
   auto begin_part = [&](int& at) {
-    Part part = runs.find(task, at, end);
+    Part part = runs.find<MODE>(task, at, end);
     if (part.first_tile >= part.tiles) {
       at = part.item + runs.places_of(part.row);
       if (at >= end) return part;
-      part = runs.find(task, at, end);
+      part = runs.find<MODE>(task, at, end);
     }
     const int own = part.first_tile / kSpan + member;  // this warp takes every TEAM-th span
     pages.row = part.row, pages.kv_head = part.pass / task.groups;
-    pages.load_ids(min(own * kSpan, part.tiles - 1), part.tiles);
+    pages.load_ids(part.hidden + min(own * kSpan, part.tiles - 1), part.hidden + part.tiles);
 #pragma unroll
     for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
       const int span = own + ahead * TEAM;
@@ -88,8 +91,9 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
   if (at < end) next = begin_part(at);
   while (at < end) {
     const Part part = next;
-    const int context = task.context_lens[part.row];
-    const Columns columns = SEVERAL ? Columns(task, part.row, part.pass) : Columns();
+    const int context = task.context_lens[part.row] - part.hidden * kTile;
+    const Columns columns =
+        SEVERAL ? Columns::of<LIMITED>(task, part.row, part.pass, part.hidden) : Columns();
     const int first_head = part.pass % task.groups * kGroup;
     const int heads =
         SEVERAL ? columns.count : min(kGroup, task.group - first_head);  // of this pass
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
 
   for (int b = blockIdx.x; b < task.num_rows; b += gridDim.x) {  // padding
     if (runs.places_of(b) > 0) continue;
-    if constexpr (SEVERAL) {
+    if (several) {
       zero_row<X>(task, b, D);
       continue;
     }
@@ -134,16 +138,18 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
 }
 
 // Any head size and dtype, untuned: a warp computes one query and head, token by token.
-template <typename X, typename C, int DIMS, bool SEVERAL = false>  // dims per lane
+template <typename X, typename C, int DIMS, Mode MODE = kOneQuery>  // dims per lane
 __global__ void decode_attention_any(const __grid_constant__ Task task) {
+  constexpr bool LIMITED = MODE == kLimited;
+  const bool several = LIMITED ? task.max_query > 1 : MODE == kSeveral;
   wait_for_predecessor();
   const int lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int each = SEVERAL ? task.heads * task.max_query : task.heads;  // of a row
+  const int each = several ? task.heads * task.max_query : task.heads;  // of a row
   const int row = index / each, head = index % task.heads;
   if (row >= task.num_rows) return;
   int context = task.context_lens[row], token_row = row;
-  if constexpr (SEVERAL) {
+  if (several) {
     const int query = index % each / task.heads, first = task.query_starts[row];
     const int queries = task.query_starts[row + 1] - first;
     if (query >= queries) return;
@@ -166,7 +172,10 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
     else
       return expand(x);
   };
-  for (int token = 0; token < context; ++token) {
+  int first = 0;
+  if constexpr (LIMITED)
+    if (task.window) first = max(0, context - task.window);
+  for (int token = first; token < context; ++token) {
     const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
     const int64_t at =
         cache_row(id, 0, kv_head, token % task.block_tokens, task.kv_heads, task.block_tokens);
@@ -181,7 +190,16 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
       if (lane + 32 * i < head_size) score += query[i] * number(key[lane + 32 * i]);
-    score = warp_sum(score) * (scale * key_scale) + slope * float(token - (context - 1));
+    score = warp_sum(score) * (scale * key_scale);
+    if constexpr (LIMITED) {
+      if (task.softcap > 0.0f)
+        score = tanhf(score / (task.softcap * kLog2e)) * (task.softcap * kLog2e);
+      if (task.key_bias)
+        score +=
+            kLog2e *
+            task.key_bias[head * int64_t(task.bias_columns) + min(token, task.bias_columns - 1)];
+    }
+    score += slope * float(token - (context - 1));
     const float now = fmaxf(most, score), shrink = exp2f(most - now), p = exp2f(score - now);
     most = now;
     sum = sum * shrink + p;
@@ -234,15 +252,25 @@ int prefix_bytes(const Task& task) {
   return (std::max(task.num_rows, kRowsOfWarp) + 1) * int(sizeof(int));
 }
 
-template <typename X, typename C, int D, typename Source, bool SEVERAL = false>
+template <typename X, typename C, int D, typename Source, Mode MODE = kOneQuery>
 int run_source(const Task& task, const Grid& grid, void* stream) {
   return launch(
       "decode_attention",
-      grid.few ? decode_attention<X, C, D, kWarps, Source, SEVERAL>
-               : decode_attention<X, C, D, 1, Source, SEVERAL>,
+      grid.few ? decode_attention<X, C, D, kWarps, Source, MODE>
+               : decode_attention<X, C, D, 1, Source, MODE>,
       grid.blocks, 32 * kWarps,
       kWarps * (grid.few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) + prefix_bytes(task),
       stream, task);
+}
+
+// The same for limited rows by loads, with blocks as teams alone: one warp's registers do not hold
+// all of that.
+template <typename X, typename C, int D, typename Source>
+int run_limited_by_loads(const Task& task, int items, void* stream) {
+  const Grid grid = grid_of<std::is_same<C, X>::value, Source>(items);
+  return launch("decode_attention", decode_attention<X, C, D, kWarps, Source, kLimited>,
+                grid.blocks, 32 * kWarps,
+                kWarps * warp_bytes<D, kWarps, Source>() + prefix_bytes(task), stream, task);
 }
 
 // Return whether its blocks fit on a multiprocessor and each span of tiles lies in one cache block.
@@ -297,9 +325,10 @@ int run(const Task& task, void* stream) {
   return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-// Rows of several queries, finished. A cluster supports only one pass, and the tuned rings are for
-// rows that are read once; so teams process these rows, with rings for the usual head sizes.
-template <typename X, typename C, int D>
+// Rows of several queries, or limited ones; finished. A cluster supports only one pass, and the
+// tuned rings are for rows that are read once; so teams process rows of several queries, with rings
+// for the usual head sizes.
+template <typename X, typename C, int D, Mode MODE>
 int run_several(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
   using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
@@ -308,62 +337,74 @@ int run_several(const Task& task, void* stream) {
   if (items > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads and %d passes need more than %d counters",
                 task.num_rows, task.kv_heads, task.groups, task.num_counters);
-  if constexpr (D == 64 || D == 128)
+  if constexpr (MODE == kLimited) {
+    const Clusters clusters = task.max_query > 1 ? Clusters{} : clusters_of(task);
+    if (clusters.blocks) return launch_clusters<X, C, D, ByLoads, kLimited>(task, clusters, stream);
+  }
+  if constexpr (D == 64 || D == 128 || MODE == kLimited)
     if (task.num_rows > 2 && takes<Ring>(task))
-      return run_source<X, C, D, Ring, true>(task, grid_of<kExact, Ring>(items), stream);
-  return run_source<X, C, D, ByLoads, true>(task, grid_of<kExact, ByLoads>(items), stream);
+      return run_source<X, C, D, Ring, MODE>(task, grid_of<kExact, Ring>(items), stream);
+  if constexpr (MODE == kLimited)
+    return run_limited_by_loads<X, C, D, ByLoads>(task, items, stream);
+  else
+    return run_source<X, C, D, ByLoads, MODE>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-template <typename X, typename C, bool SEVERAL>
+template <typename X, typename C, Mode MODE>
 int run_any(const Task& task, void* stream) {
-  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, C, 2, SEVERAL>
-                      : task.head_size <= 128 ? decode_attention_any<X, C, 4, SEVERAL>
-                                              : decode_attention_any<X, C, 8, SEVERAL>;
-  const int64_t queries = SEVERAL ? task.max_query : 1;
+  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, C, 2, MODE>
+                      : task.head_size <= 128 ? decode_attention_any<X, C, 4, MODE>
+                                              : decode_attention_any<X, C, 8, MODE>;
+  const int64_t queries = MODE == kOneQuery ? 1 : std::max(task.max_query, 1);
   return launch("decode_attention", kernel,
                 ceil_div(int64_t(task.num_rows) * task.heads * queries, kWarps), 32 * kWarps, 0,
                 stream, task);
 }
 
-template <typename X, typename C, int D, bool SEVERAL>
+template <typename X, typename C, int D, Mode MODE>
 int run_size(const Task& task, void* stream) {
-  if constexpr (SEVERAL)
-    return run_several<X, C, D>(task, stream);
+  if constexpr (MODE != kOneQuery)
+    return run_several<X, C, D, MODE>(task, stream);
   else
     return run<X, C, D>(task, stream);
 }
 
-template <typename X, typename C, bool SEVERAL = false>
+template <typename X, typename C, Mode MODE = kOneQuery>
 int run_cache_of(const tridecode_attention_task& given, void* stream) {
   const int head_size = given.head_size, group = given.heads / given.kv_heads;
-  const int columns = group * (SEVERAL ? given.max_query : 1);
+  const int columns = group * (MODE == kOneQuery ? 1 : std::max(given.max_query, 1));
   const Task task = {given, group, ceil_div(columns, kGroup)};
-  if (SEVERAL && given.unfinished) return fail("decode_attention: unfinished rows of one query");
+  if (MODE != kOneQuery && given.unfinished)
+    return fail("decode_attention: unfinished rows of %d queries, window %d, soft cap %g",
+                given.max_query, given.window, given.softcap);
   if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
   if constexpr (sizeof(X) == 2) {
     const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
                          aligned16(task.cache_scales) && task.qkv_stride % 8 == 0 &&
                          task.out_stride % 8 == 0 && task.block_tokens % kTile == 0;
-    if (aligned && task.scratch) {
-      if (head_size == 64) return run_size<X, C, 64, SEVERAL>(task, stream);
-      if (head_size == 80) return run_size<X, C, 80, SEVERAL>(task, stream);
-      if (head_size == 96) return run_size<X, C, 96, SEVERAL>(task, stream);
-      if (head_size == 112) return run_size<X, C, 112, SEVERAL>(task, stream);
-      if (head_size == 128) return run_size<X, C, 128, SEVERAL>(task, stream);
-      if (head_size == 256) return run_size<X, C, 256, SEVERAL>(task, stream);
+    if (aligned && task.scratch && !task.key_bias) {
+      if (head_size == 64) return run_size<X, C, 64, MODE>(task, stream);
+      if (head_size == 80) return run_size<X, C, 80, MODE>(task, stream);
+      if (head_size == 96) return run_size<X, C, 96, MODE>(task, stream);
+      if (head_size == 112) return run_size<X, C, 112, MODE>(task, stream);
+      if (head_size == 128) return run_size<X, C, 128, MODE>(task, stream);
+      if (head_size == 256) return run_size<X, C, 256, MODE>(task, stream);
     }
   }
   if (task.unfinished) {
     if (int status = finish_rows(task, stream)) return status;
   }
-  return run_any<X, C, SEVERAL>(task, stream);
+  return run_any<X, C, MODE>(task, stream);
 }
 
 }  // namespace
 
 // A cache of 8 bits: decode_attention_8bit.cu. Rows of several queries: decode_several.cu and
-// decode_several_8bit.cu.
+// decode_several_8bit.cu. A window, a soft cap or biases of keys: decode_limited.cu and
+// decode_limited_8bit.cu.
 int run_decode_8bit(const tridecode_attention_task& task, void* stream);
+int run_limited(const tridecode_attention_task& task, void* stream);
+int run_limited_8bit(const tridecode_attention_task& task, void* stream);
 int run_several_queries(const tridecode_attention_task& task, void* stream);
 int run_several_queries_8bit(const tridecode_attention_task& task, void* stream);
 

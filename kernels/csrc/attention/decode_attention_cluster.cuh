@@ -13,6 +13,8 @@
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
+#include <algorithm>
+
 #include "attention/decode_finish.cuh"
 
 namespace tridecode {
@@ -106,11 +108,12 @@ struct Exchange {
 
 #endif
 
-template <typename X, typename C, int D, typename Source>
+// MODE: kOneQuery, or kLimited with rows of one query that are finished.
+template <typename X, typename C, int D, typename Source, Mode MODE = kOneQuery>
 __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using S = Sums<X, C, D>;
+  using S = Sums<X, C, D, MODE>;
   extern __shared__ __align__(128) char shared[];  // the warps' tiles, then the received results
   char* const own_shared = shared + threadIdx.x / 32 * Source::kBytes;
   float* const received = reinterpret_cast<float*>(shared + kWarps * Source::kBytes);
@@ -121,7 +124,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   const int lane = threadIdx.x % 32, items = task.num_rows * task.kv_heads;
   const int item = blockIdx.x / blocks % items, part = blockIdx.x / blocks / items;
   const int row = item / task.kv_heads, kv_head = item % task.kv_heads, heads = task.group;
-  const int context = task.context_lens[row];
+  const int hidden = hidden_tiles<MODE>(task, row, 1);
+  const int context = task.context_lens[row] - hidden * kTile;
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + kv_head * heads * D;
 
   const int tiles = (context + kTile - 1) / kTile, warps = blocks * kWarps;
@@ -146,10 +150,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   Source source(own_shared, false);
   Pages<X, C, D, Source> pages(task, source);
   pages.row = row, pages.kv_head = kv_head;
-  pages.load_ids(min(begin, tiles - 1), tiles);
+  pages.load_ids(hidden + min(begin, tiles - 1), hidden + tiles);
   static_assert(Source::kSpan == 1);
   auto request = [&](int which, int tile) {
-    if (tile < end) pages.request(which, tile, tile + 1, tiles);
+    if (tile < end) pages.request(which, hidden + tile, hidden + tile + 1, hidden + tiles);
   };
   auto request_first = [&](bool newest) {
 #pragma unroll
@@ -161,10 +165,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   };
   request_first(false);
   for (int tile = begin + Source::kValuesAhead; tile < min(end, begin + kPrefetchedTiles); ++tile)
-    pages.prefetch(tile, tiles);
+    pages.prefetch(hidden + tile, hidden + tiles);
   const Newest newest(task, row);
   wait_for_predecessor();
-  constexpr bool kFinishes = D == 64 || D == 128;
+  constexpr bool kFinishes = (D == 64 || D == 128) && MODE == kOneQuery;
   if constexpr (kFinishes) {
     if (task.unfinished && begin < end && end == tiles) {
       write_newest<X, C, D>(task, newest, row, kv_head);
@@ -173,11 +177,17 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   }
   request_first(true);
 
-  S sums(task, row, kv_head * heads, heads, [&](auto& q) {
-    if constexpr (kFinishes && rotates_queries<X, C, D>()) {
-      if (task.unfinished && task.rotary_size) rotate_queries<X, C, D>(task, newest.position, q);
-    }
-  });
+  S sums = [&] {
+    if constexpr (MODE == kLimited)
+      return S(task, row, kv_head * heads, heads, Columns::of<true>(task, row, kv_head, hidden));
+    else
+      return S(task, row, kv_head * heads, heads, [&](auto& q) {
+        if constexpr (kFinishes && rotates_queries<X, C, D>()) {
+          if (task.unfinished && task.rotary_size)
+            rotate_queries<X, C, D>(task, newest.position, q);
+        }
+      });
+  }();
   for (int tile = begin; tile < end; ++tile) {
     // alternately keys and values
     constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;
@@ -254,7 +264,8 @@ Clusters clusters_of(const Task& task) {
   const int items = task.num_rows * task.kv_heads;
   if (device().capability < 90 || task.group > kGroup) return {};
   if (task.group > 1 && task.num_rows > kRowsOfGroups) return {};
-  const int64_t most_tiles = (task.table_stride * task.block_tokens + kTile - 1) / kTile;
+  int64_t most_tiles = (task.table_stride * task.block_tokens + kTile - 1) / kTile;
+  if (task.window) most_tiles = std::min<int64_t>(most_tiles, ceil_div(task.window, kTile) + 1);
   for (int blocks = 8; blocks >= 4; blocks /= 2) {
     const int room = 2 * device().multiprocessors / blocks;
     if (items > room) continue;
@@ -272,14 +283,14 @@ int64_t most_bytes(const Task& task) {
          int64_t(sizeof(C));
 }
 
-template <typename X, typename C, int D, typename Source>
+template <typename X, typename C, int D, typename Source, Mode MODE = kOneQuery>
 int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
   const int blocks = task.num_rows * task.kv_heads * clusters.blocks;
   if (blocks > task.num_counters)
     return fail("decode_attention: %d blocks need more than %d counters", blocks,
                 task.num_counters);
   return launch_in_clusters(
-      "decode_attention", decode_attention_cluster<X, C, D, Source>, clusters.blocks,
+      "decode_attention", decode_attention_cluster<X, C, D, Source, MODE>, clusters.blocks,
       blocks * clusters.each, 32 * kWarps,
       kWarps * Source::kBytes + received_floats(D, clusters.blocks, task.group) * sizeof(float),
       stream, task, clusters.each);

@@ -21,14 +21,18 @@ constexpr int kMostChunks = 16;  // minimum tiles of an item if teams are warps
 // Fixed cost of starting another work item, in tile equivalents: search, block table, first tiles.
 __host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
 
-// Number of tiles of a row; 0 for padding.
-__device__ __forceinline__ int tiles_of(const Task& task, int row) {
-  return max(0, (task.context_lens[row] + kTile - 1) / kTile);
+// Number of tiles of a row that are not hidden; 0 for padding.
+template <Mode MODE>
+__device__ __forceinline__ int tiles_of(const Task& task, int row, int span) {
+  const int all = max(0, (task.context_lens[row] + kTile - 1) / kTile);
+  if constexpr (MODE == kLimited) return all - hidden_tiles<MODE>(task, row, span);
+  return all;
 }
 
 // The share of a work item that one team processes.
 struct Part {
   int row, pass, tiles;  // the item, and its tiles
+  int hidden;            // tiles of the row before these
   int first_tile, last_tile;
   int item, next;  // places where the item begins, and where the part after this one begins
 
@@ -55,6 +59,7 @@ struct Runs {
 
   // Returns the part that begins at `at`, of a run that ends at `end`. Without tiles if the run
   // begins after the item's last tile.
+  template <Mode MODE>
   __device__ __forceinline__ Part find(const Task& task, int at, int end) const {
     const int target = at / passes;
     int low = 0, high = rows;  // prefix[low] <= target < prefix[high]
@@ -64,7 +69,8 @@ struct Runs {
     }
     Part part;
     part.row = low;
-    part.tiles = tiles_of(task, low);
+    part.tiles = tiles_of<MODE>(task, low, span);
+    part.hidden = hidden_tiles<MODE>(task, low, span);
     const int places = places_of(low), within = at - prefix[low] * passes;
     part.pass = within / places;
     const int place = within - part.pass * places;
@@ -114,15 +120,15 @@ __device__ __forceinline__ int4 sum_four(int4 own, int4* shared, bool alone) {
 
 // prefix[row]: the sum of places(tiles of a row) over the rows before it; prefix[rows]: over all.
 // alone: every warp writes all of them.
-template <typename Places>
-__device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* warp_totals,
+template <Mode MODE, typename Places>
+__device__ __forceinline__ void scan_rows(const Task& task, int span, int* prefix, int* warp_totals,
                                           bool alone, Places places) {
   const int threads = alone ? 32 : blockDim.x, thread = threadIdx.x % threads;
   const int each = (task.num_rows + threads - 1) / threads;
   const int first = thread * each, last = min(first + each, task.num_rows);
   int sum = 0;
   for (int row = first; row < last; ++row) {
-    const int tiles = tiles_of(task, row);
+    const int tiles = tiles_of<MODE>(task, row, span);
     if (!alone) prefix[row] = sum;
     if (tiles > 0) sum += places(tiles);
   }
@@ -150,7 +156,7 @@ __device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* wa
 // Plans for `available` teams of TEAM warps, which alternate over spans of `span` tiles.
 // LONG_CHUNKS: whether chunks may be up to four times as long as an equal share, or 1.75 times.
 // prefix: num_rows + 1 numbers of shared memory, at least kRowsOfWarp + 1.
-template <int TEAM, bool LONG_CHUNKS>
+template <int TEAM, bool LONG_CHUNKS, Mode MODE>
 __device__ __forceinline__ Runs divide(const Task& task, int available, int span, int* prefix) {
   __shared__ int4 sums[2][kWarps];
   __shared__ int warp_totals[kWarps];
@@ -160,7 +166,7 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   const int first = alone ? threadIdx.x % 32 : threadIdx.x, stride = alone ? 32 : blockDim.x;
   int4 own = {};  // tiles, rows
   for (int row = first; row < task.num_rows; row += stride) {
-    const int tiles = tiles_of(task, row);
+    const int tiles = tiles_of<MODE>(task, row, span);
     own.x += tiles, own.y += tiles > 0;
   }
   const int4 all = sum_four(own, sums[0], alone);
@@ -181,7 +187,7 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   if (items <= available) {
     int4 chunks = {};
     for (int row = first; row < task.num_rows; row += stride) {
-      const int tiles = tiles_of(task, row);
+      const int tiles = tiles_of<MODE>(task, row, span);
       chunks.x += chunks_of(tiles, length(0)), chunks.y += chunks_of(tiles, length(1));
       chunks.z += chunks_of(tiles, length(2)), chunks.w += chunks_of(tiles, length(3));
     }
@@ -192,7 +198,7 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
               : chunks.w * passes <= available ? length(3)
                                                : 0;
   }
-  scan_rows(task, prefix, warp_totals, alone, [&](int tiles) {
+  scan_rows<MODE>(task, span, prefix, warp_totals, alone, [&](int tiles) {
     return longest ? chunks_of(tiles, longest) : tiles + begin_tiles(TEAM);
   });
   Runs runs;

@@ -6,7 +6,7 @@ namespace tridecode {
 int run_several_queries(const tridecode_attention_task& task, void* stream) {
   return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
-    return run_cache_of<X, X, true>(task, stream);
+    return run_cache_of<X, X, kSeveral>(task, stream);
   });
 }
 

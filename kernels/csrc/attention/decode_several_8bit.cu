@@ -4,7 +4,7 @@
 int tridecode::run_several_queries_8bit(const tridecode_attention_task& task, void* stream) {
   return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
     return for_cache_format(task.cache_format, "decode_attention", [&](auto number) {
-      return run_cache_of<decltype(zero), decltype(number), true>(task, stream);
+      return run_cache_of<decltype(zero), decltype(number), kSeveral>(task, stream);
     });
   });
 }

@@ -41,8 +41,9 @@ __device__ __forceinline__ void as_halves(uint4& words, float by) {
 }
 
 // The sums of a warp over tiles of a row, for the columns of a pass.
-template <typename X, typename C, int D, bool SEVERAL = false>
+template <typename X, typename C, int D, Mode MODE = kOneQuery>
 struct Sums {
+  static constexpr bool SEVERAL = MODE != kOneQuery, LIMITED = MODE == kLimited;
   static constexpr bool kSeveral = SEVERAL;  // queries of a row
   static constexpr bool kExact = std::is_same<C, X>::value;
   static constexpr int KC =
@@ -59,6 +60,9 @@ struct Sums {
   // SEVERAL: the tokens visible to a column in 8 bits: a power of two above the values' scales, and
   // its inverse; output is divided by it
   int limit[2];
+  // LIMITED: the first token visible to a column; the soft cap, with a cap of 0 if there is none
+  int first_seen[2];
+  SoftCap soft_cap = {};
   float unit_scale = 0x1p-126f, inverse = 0x1p126f;
 
   // Initialises for `heads` heads from `head` on. prepare(q): called with the lane's part of the
@@ -93,6 +97,7 @@ struct Sums {
   }
   __device__ __forceinline__ void take(const Task& task, const Columns& columns) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (LIMITED) soft_cap = SoftCap::of(task.softcap);
 #pragma unroll
     for (int c = 0; c < KC; ++c) {
       const int d = kExact ? c * 32 + t * 8 : c / 2 * 64 + t * 16 + c % 2 * 8;
@@ -108,6 +113,7 @@ struct Sums {
       // of NaN.
       most[i] = -1e30f;
       limit[i] = columns.seen(task, column);
+      if constexpr (LIMITED) first_seen[i] = task.window ? limit[i] - task.window : 0;
       if (task.slopes && column < columns.count)
         slope[i] = task.slopes[columns.head_of(task, column)] * kLog2e;
     }
@@ -190,9 +196,13 @@ struct Sums {
       const int own = token + i / 2 * 8;
       const float key_scale = kExact ? scale[i % 2] : scale[i % 2] * key_scales[i / 2];
       const int seen = SEVERAL ? limit[i % 2] : context;
-      const float score =
-          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(own - (seen - 1));
-      p[i] = own < seen ? score : -CUDART_INF_F;
+      float score = (scores[0][i] + scores[1][i]) * key_scale;
+      if constexpr (LIMITED)
+        if (soft_cap.cap > 0.0f) score = soft_cap(score);
+      score += slope[i % 2] * float(own - (seen - 1));
+      bool visible = own < seen;
+      if constexpr (LIMITED) visible = visible && own >= first_seen[i % 2];
+      p[i] = visible ? score : -CUDART_INF_F;
     }
   }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void clear_row(X* row, int columns) {
 // One block per token. ids: the table holds rows ids.x .. ids.x + ids.y - 1.
 template <typename X, int WIDTH>
 __global__ void embed(X* out, const int* token_ids, const X* table, const int* positions,
-                      const X* position_table, int columns, int2 ids) {
+                      const X* position_table, float factor, int columns, int2 ids) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   const int at = token_ids[token] - ids.x;
@@ -40,6 +40,8 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) values[i] += more[i];
     }
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] *= factor;
     store_some<WIDTH>(out + token * columns + c, values);
   }
 }
@@ -47,7 +49,8 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
 // The same for an int8 table with one scale per row.
 template <typename X, int WIDTH>
 __global__ void embed_int8(X* out, const int* token_ids, const int8_t* table, const float* scales,
-                           const int* positions, const X* position_table, int columns, int2 ids) {
+                           const int* positions, const X* position_table, float factor, int columns,
+                           int2 ids) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   const int at = token_ids[token] - ids.x;
@@ -68,7 +71,7 @@ __global__ void embed_int8(X* out, const int* token_ids, const int8_t* table, co
       values[0] = float(row[c]);
     }
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) values[i] = fmaf(values[i], scale, more[i]);
+    for (int i = 0; i < WIDTH; ++i) values[i] = fmaf(values[i], scale, more[i]) * factor;
     store_some<WIDTH>(out + token * columns + c, values);
   }
 }
@@ -104,8 +107,8 @@ int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_t
 }
 
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
-                    const int* positions, const void* position_table, int num_tokens, int columns,
-                    int first_id, int num_ids, int dtype, void* stream) {
+                    const int* positions, const void* position_table, float factor, int num_tokens,
+                    int columns, int first_id, int num_ids, int dtype, void* stream) {
   const int2 ids = make_int2(first_id, num_ids);
   return for_dtype(dtype, "embed", [&](auto x) {
     using X = decltype(x);
@@ -114,10 +117,10 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const fl
     if (scales)
       return launch("embed_int8", wide ? embed_int8<X, 8> : embed_int8<X, 1>, num_tokens, kThreads,
                     0, stream, (X*)out, token_ids, (const int8_t*)table, scales, positions,
-                    (const X*)position_table, columns, ids);
+                    (const X*)position_table, factor, columns, ids);
     return launch("embed", wide ? embed<X, 8> : embed<X, 1>, num_tokens, kThreads, 0, stream,
-                  (X*)out, token_ids, (const X*)table, positions, (const X*)position_table, columns,
-                  ids);
+                  (X*)out, token_ids, (const X*)table, positions, (const X*)position_table, factor,
+                  columns, ids);
   });
 }
 

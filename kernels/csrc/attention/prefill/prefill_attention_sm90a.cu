@@ -17,7 +17,7 @@
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
-#include "attention/prefill_softmax_sm90a.cuh"
+#include "attention/prefill/prefill_softmax_sm90a.cuh"
 
 namespace tridecode {
 namespace {

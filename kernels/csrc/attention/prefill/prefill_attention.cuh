@@ -1,4 +1,4 @@
-// prefill_attention.cu and, for some of its tasks, prefill_attention_sm90a.cu.
+// The files of prefill attention: prefill_attention.cu chooses.
 #pragma once
 #include "common/common.cuh"
 
@@ -9,5 +9,6 @@ using PrefillTask = tridecode_attention_task;
 // Return whether prefill_attention_sm90a.cu has a kernel for the device and the shapes.
 bool takes_prefill_sm90a(const PrefillTask& task);
 int run_prefill_sm90a(const PrefillTask& task, void* stream);
+int run_limited_prefill(const PrefillTask& task, void* stream);
 
 }  // namespace tridecode

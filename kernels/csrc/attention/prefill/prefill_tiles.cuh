@@ -1,6 +1,6 @@
-// Causal attention of many query tokens per row, ragged, with or without ALiBi. On Hopper,
-// prefill_attention_sm90a.cu computes head sizes 64 and 128. Fresh prompts read keys and values
-// from the output of the projection, prompts with tokens in the cache from its blocks.
+// Causal attention of many query tokens per row, ragged, with or without ALiBi; LIMITED: with a
+// window, a soft cap or biases of keys. Fresh prompts read keys and values from the output of the
+// projection, prompts with tokens in the cache from its blocks.
 //
 // A block computes 128 queries of one head, 16 per warp, or 64 if shared memory is small (64 KiB
 // on sm_75, 99 KiB on sm_86, sm_89 and sm_120). It iterates over tiles of visible keys; two tiles
@@ -9,7 +9,9 @@
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
-#include "attention/prefill_attention.cuh"
+#pragma once
+#include "attention/prefill/prefill_attention.cuh"
+#include "attention/soft_cap.cuh"
 #include "cache/kv_cache.cuh"
 
 namespace tridecode {
@@ -85,7 +87,7 @@ struct Layout {
   static constexpr bool kKeepQueries = HEAD <= 128;  // in registers
 };
 
-template <typename X, typename L>
+template <typename X, typename L, bool LIMITED>
 __global__ void __launch_bounds__(L::kThreads, 1)
     prefill_attention(const __grid_constant__ PrefillTask task) {
   constexpr int D = L::kHead, KEYS = L::kKeys, kSteps = D / 16;
@@ -132,9 +134,14 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                    valid);
     }
   }
-  load_tile(0, 0);
+  // the tile of the first key that the first query sees
+  int first_tile = 0;
+  if constexpr (LIMITED)
+    if (task.window) first_tile = max(0, before + first_query + 1 - task.window) / KEYS;
+  load_tile(first_tile * KEYS, first_tile % L::kStages);
 
   const float scale = task.scale * kLog2e, slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f;
+  const SoftCap soft_cap = SoftCap::of(task.softcap);
   const int warp_query = first_query + warp * 16;
   const int position[2] = {before + warp_query + g, before + warp_query + g + 8};
   float output[D / 8][4] = {};
@@ -145,7 +152,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   const int value_row = lane % 16 * L::kPitch + lane / 16 * 8;
 
   const int num_tiles = (visible + KEYS - 1) / KEYS;
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  for (int tile = first_tile; tile < num_tiles; ++tile) {
     const int first_key = tile * KEYS;
     if (L::kStages > 1 && tile + 1 < num_tiles) {
       load_tile(first_key + KEYS, (tile + 1) % L::kStages);
@@ -154,12 +161,15 @@ __global__ void __launch_bounds__(L::kThreads, 1)
       wait_copies<0>();
     }
     __syncthreads();
-    if (L::kKeepQueries && tile == 0) {
+    if (L::kKeepQueries && tile == first_tile) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrices(q[L::kKeepQueries ? k : 0], q_row + k * 16);
     }
     // otherwise the tile is masked for all queries of this warp
-    if (first_key <= before + warp_query + 15) {
+    bool seen = first_key <= before + warp_query + 15;
+    if constexpr (LIMITED)
+      seen = seen && (!task.window || first_key + KEYS > before + warp_query + 1 - task.window);
+    if (seen) {
       const X* const keys = tiles + tile % L::kStages * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
@@ -181,6 +191,13 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int behind = first_key + n * 8 + 2 * t + i % 2 - position[i / 2];
+          if constexpr (LIMITED) {
+            scores[n][i] *= scale;
+            if (task.softcap > 0.0f) scores[n][i] = soft_cap(scores[n][i]);
+            scores[n][i] += slope * float(behind);
+            if (behind > 0 || (task.window && behind <= -task.window)) scores[n][i] = -CUDART_INF_F;
+            continue;
+          }
           scores[n][i] = scores[n][i] * scale + slope * float(behind);
           if (edge && behind > 0) scores[n][i] = -CUDART_INF_F;
         }
@@ -241,7 +258,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 }
 
 // Any head size and dtype, untuned: a warp computes one query of one head, key by key.
-template <typename X, int DIMS>  // dims per lane
+template <typename X, int DIMS, bool LIMITED>  // dims per lane
 __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
@@ -261,13 +278,25 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
 #pragma unroll
   for (int i = 0; i < DIMS; ++i)
     if (lane + 32 * i < size) mine[i] = to_float(q[lane + 32 * i]);
-  for (int token = 0; token <= before + query; ++token) {
+  int first = 0;
+  if constexpr (LIMITED)
+    if (task.window) first = max(0, before + query + 1 - task.window);
+  for (int token = first; token <= before + query; ++token) {
     const X* const key = source.key(token);
     float score = 0.0f;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
       if (lane + 32 * i < size) score += mine[i] * to_float(key[lane + 32 * i]);
-    score = warp_sum(score) * scale + slope * float(token - before - query);
+    score = warp_sum(score) * scale;
+    if constexpr (LIMITED) {
+      if (task.softcap > 0.0f)
+        score = tanhf(score / (task.softcap * kLog2e)) * (task.softcap * kLog2e);
+      if (task.key_bias)
+        score +=
+            kLog2e *
+            task.key_bias[head * int64_t(task.bias_columns) + min(token, task.bias_columns - 1)];
+    }
+    score += slope * float(token - before - query);
     const float now = fmaxf(most, score), shrink = exp2f(most - now), p = exp2f(score - now);
     most = now;
     sum = sum * shrink + p;
@@ -306,51 +335,42 @@ int for_tile(int head_size, int shared_bytes, Body body) {
   return kNoTile;
 }
 
-template <typename X, typename L>
+template <typename X, typename L, bool LIMITED>
 int run(const PrefillTask& task, void* stream) {
   const dim3 grid(ceil_div(task.max_query, L::kQueries), task.heads,
                   task.num_rows - task.first_row);
-  return launch("prefill_attention", prefill_attention<X, L>, grid, L::kThreads, L::kBytes, stream,
-                task);
+  return launch("prefill_attention", prefill_attention<X, L, LIMITED>, grid, L::kThreads, L::kBytes,
+                stream, task);
 }
 
-template <typename X>
+template <typename X, bool LIMITED>
 int run_any(const PrefillTask& task, void* stream) {
-  const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
-                      : task.head_size <= 128 ? prefill_attention_any<X, 4>
-                                              : prefill_attention_any<X, 8>;
+  const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2, LIMITED>
+                      : task.head_size <= 128 ? prefill_attention_any<X, 4, LIMITED>
+                                              : prefill_attention_any<X, 8, LIMITED>;
   const dim3 grid(ceil_div(task.max_query, kAnyWarps), task.heads, task.num_rows - task.first_row);
   return launch("prefill_attention", kernel, grid, 32 * kAnyWarps, 0, stream, task);
 }
 
-}  // namespace
-}  // namespace tridecode
-
-using namespace tridecode;
-
-int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes) {
-  const int queries = for_tile(head_size, shared_bytes, [](auto tile) { return tile.kQueries; });
-  return queries == kNoTile ? 1 : queries;
+// Whether tensors permit copies of 16 bytes.
+inline bool is_aligned(const PrefillTask& task) {
+  return aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+         task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
 }
 
-int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
-  const PrefillTask& task = *given;
-  return for_dtype(task.dtype, "prefill_attention", [&](auto zero) {
-    using X = decltype(zero);
-    if (task.head_size > 256)
-      return fail("prefill_attention: head size %d; at most 256", task.head_size);
-    if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
-                           task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
-      if (aligned && !task.shared_bytes && takes_prefill_sm90a(task))
-        return run_prefill_sm90a(task, stream);
-      const int shared_bytes = task.shared_bytes ? task.shared_bytes : device().shared_bytes;
-      const int status =
-          aligned ? for_tile(task.head_size, shared_bytes,
-                             [&](auto tile) { return run<X, decltype(tile)>(task, stream); })
-                  : kNoTile;
+template <typename X, bool LIMITED>
+int run_tiles(const PrefillTask& task, void* stream) {
+  if constexpr (sizeof(X) == 2) {
+    const int shared_bytes = task.shared_bytes ? task.shared_bytes : device().shared_bytes;
+    if (is_aligned(task) && !task.key_bias) {
+      const int status = for_tile(task.head_size, shared_bytes, [&](auto tile) {
+        return run<X, decltype(tile), LIMITED>(task, stream);
+      });
       if (status != kNoTile) return status;
     }
-    return run_any<X>(task, stream);
-  });
+  }
+  return run_any<X, LIMITED>(task, stream);
 }
+
+}  // namespace
+}  // namespace tridecode

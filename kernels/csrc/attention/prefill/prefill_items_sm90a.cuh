@@ -1,7 +1,7 @@
 // Work items of prefill_attention_sm90a.cu, the shared-memory layout of their tiles, and the
 // producer thread, which finds the items and issues the loads.
 #pragma once
-#include "attention/prefill_attention.cuh"
+#include "attention/prefill/prefill_attention.cuh"
 #include "cache/kv_cache.cuh"
 #include "common/wgmma.cuh"
 

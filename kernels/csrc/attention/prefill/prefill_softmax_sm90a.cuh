@@ -1,6 +1,6 @@
 // Consumer warp group of prefill_attention_sm90a.cu: scores, softmax and output of one tile.
 #pragma once
-#include "attention/prefill_items_sm90a.cuh"
+#include "attention/prefill/prefill_items_sm90a.cuh"
 
 namespace tridecode {
 namespace {

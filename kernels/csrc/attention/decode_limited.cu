@@ -1,0 +1,14 @@
+// Attention with a window, a soft cap or biases of keys: decode_attention.cuh over a cache of the
+// activations' dtype.
+#include "attention/decode_attention.cuh"
+
+namespace tridecode {
+
+int run_limited(const tridecode_attention_task& task, void* stream) {
+  return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
+    using X = decltype(zero);
+    return run_cache_of<X, X, kLimited>(task, stream);
+  });
+}
+
+}  // namespace tridecode

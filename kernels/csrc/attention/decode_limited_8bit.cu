@@ -1,0 +1,10 @@
+// Attention with a window, a soft cap or biases of keys: decode_attention.cuh over an 8-bit cache.
+#include "attention/decode_attention.cuh"
+
+int tridecode::run_limited_8bit(const tridecode_attention_task& task, void* stream) {
+  return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
+    return for_cache_format(task.cache_format, "decode_attention", [&](auto number) {
+      return run_cache_of<decltype(zero), decltype(number), kLimited>(task, stream);
+    });
+  });
+}
