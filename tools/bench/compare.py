@@ -27,6 +27,8 @@ BATCH_COLUMNS = {
     "tokens_per_s": "tokens/s decoding",
     "total_tokens_per_s": "tokens/s in all",
 }
+#: of our own engine: the time to read a step's bytes once
+_ROOF = {"roof_ms": "ms of its bytes"}
 _WORKLOAD_COLUMNS = {
     "requests": "requests",
     "at_a_time": "at a time",
@@ -153,7 +155,7 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
                 console.print(_table(f"{name}, step by step", _LATENCY_COLUMNS, [result["workload"]]))
         else:
             curves[label] = result["batches"]
-            console.print(_table(_title(label, job), BATCH_COLUMNS, result["batches"]))
+            console.print(_table(_title(label, job), {**BATCH_COLUMNS, **_ROOF}, result["batches"]))
     if times:
         rows = [[name, batch, ratio] for name, of in times.items() for batch, ratio in of.items()]
         console.print(table("tokens/s over those of", ["", "sequences", "ratio"], rows))
@@ -169,7 +171,8 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
 
 
 def _table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    return table(title, list(columns.values()), [[row[key] for key in columns] for row in rows])
+    shown = [key for key in columns if all(key in row for row in rows)]
+    return table(title, [columns[key] for key in shown], [[row[key] for key in shown] for row in rows])
 
 
 def _model(job: Job) -> str:

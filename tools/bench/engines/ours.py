@@ -26,6 +26,7 @@ from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, Say, measure, silent
+from tridecode.tools.bench.studies.floors import traffic
 
 
 def weight_directory(path: str | Path) -> Path:
@@ -43,7 +44,20 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     with open_engine(job) as engine:
         runner = LoopRunner(engine, job.rate, job.seed)
         found = measure(runner.generate, job, engine.model_config.vocab_size, say, runner.take_run)
+        _add_roofs(found.get("batches", []), engine.model_config, engine.config, job)
     return {**described(engine, job), **found}
+
+
+def _add_roofs(rows: list[dict[str, Any]], model: ModelConfig, config: EngineConfig, job: Job) -> None:
+    """Add "roof_ms" to the figures of each batch: the time to read a step's bytes once on one H200 or, with
+    several ranks, a rank's share of them. Contexts are those half-way through the outputs.
+    """
+    context = job.prompt_tokens + job.output_tokens / 2
+    seen = [min(model.window(layer) or context, context) for layer in range(model.num_layers)]
+    moved = traffic(model, config.data_type, config.kv_cache_dtype, config.int8_head)
+    for row in rows:
+        roof = moved.roof_ms(row["batch"], sum(seen) / len(seen)) / _world(job)
+        row["roof_ms"] = round(roof, 3)
 
 
 def described(engine: Engine, job: Job) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.weights.quantization import ROUNDED
+from tridecode.tools.bench.shapes.family_presets import MODELS
 
 #: `--quantization`: formats of the matrices of a preset's layers
 QUANTIZATIONS = ROUNDED
@@ -97,6 +98,7 @@ PRESETS = {
     "llama-3-8b": Preset(_LLAMA3_8B, "bf16"),
     "smollm2-135m": Preset(_SMOLLM2, "bf16"),
     "gpt2": Preset(_GPT2, "fp16"),
+    **{model.model_name: Preset(model, "bf16") for model in MODELS},
     # a benchmark of it takes seconds on any machine
     "toy": Preset(_bloom("toy", 64, 2, 4, vocab=1024), "fp32"),
 }

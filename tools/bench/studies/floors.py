@@ -25,6 +25,8 @@ from tridecode.tools.bench.measure import Job
 #: bytes/s of copies on an H200, reads and writes together, and FLOP/s of 8192-square products, both measured;
 #: twice as many are assumed where both operands have 8 bits
 BANDWIDTH, PEAK = 4.3e12, 790e12
+#: bytes/s of reads alone on an H200, measured
+READS = 4.46e12
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "uint8": 1, "fp8": 1, "int32": 4}
 _SCALE_BYTES = 4  # of a token and head in an 8-bit cache
 RESULTS = Path(__file__).parents[1] / "results"
@@ -113,6 +115,12 @@ class Traffic:
         moved = rows * (context * self.token + self.logits) / BANDWIDTH
         products = 2 * rows * (self.multiplied + self.head) / self._peak
         return 1000 * (moved + max(self.weights / BANDWIDTH, products))
+
+    def roof_ms(self, rows: int, context: float) -> float:
+        """Milliseconds to read the matrices, the head, and keys and values of `rows` sequences of `context`
+        tokens once, at READS.
+        """
+        return 1000 * (self.weights + rows * context * self.token) / READS
 
     def prompts_floor_ms(self, tokens: int) -> float:
         """Lower bound in milliseconds of a prefill of `tokens` tokens: the layers' GEMMs, without
