@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 
-from tridecode.kernels.bench import attention, chains, products, steps
+from tridecode.kernels.bench import attention, chains, limited, products, steps
 from tridecode.kernels.bench.measure import Result
 from tridecode.kernels.bench.rig import Rig
 
@@ -20,6 +20,10 @@ OPERATIONS: dict[str, Callable[[Rig], Iterator[Result]]] = {
     "two_parts": products.two_parts,
     "decode_attention": attention.decode_attention,
     "prefill_attention": attention.prefill_attention,
+    "limited_attention": limited.limited_attention,
+    "finish_heads": limited.finish_heads,
+    "add_normed": limited.add_normed,
+    "activate_rows": limited.activate_rows,
     "sample": steps.sample,
     "step": steps.step,
 }

@@ -43,6 +43,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_pooling_gpu.py",
     "tests/backend/engine/test_sessions_gpu.py",
     "tests/backend/engine/test_shadow_gpu.py",
+    "tests/backend/engine/test_step_kernels_gpu.py",
     "tests/backend/engine/test_tensor_ranks_gpu.py",
     "tests/backend/models/test_quantized_gpu.py",
     "tests/reliability/test_gpu_rank_faults.py",

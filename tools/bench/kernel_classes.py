@@ -14,6 +14,9 @@ CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, OTHER)
 #: kernels of kernels/csrc. A sum over ranks includes bias, residual and norm, and the wait for the others.
 OURS = {
     "accept": SAMPLING,
+    "activate_rows": OTHER,
+    "add_normed": OTHER,
+    "add_normed_any": OTHER,
     "all_reduce_rows": COMMUNICATION,
     "all_reduce_owned_rows": COMMUNICATION,
     "append_tokens": OTHER,
@@ -28,6 +31,7 @@ OURS = {
     "expand_weight": GEMM,
     "fill_words": OTHER,
     "find_match": OTHER,
+    "finish_heads": ATTENTION,
     "gather_columns": GEMM,
     "gather_rows": OTHER,
     "gemm_int4_sm90": GEMM,
@@ -57,6 +61,7 @@ OURS = {
     "rotate_and_round": ATTENTION,
     "rotate_and_round_whole": ATTENTION,
     "sample": SAMPLING,
+    "soft_cap": OTHER,
 }
 #: beginnings of the names of cuBLAS's kernels and NCCL's
 _LIBRARIES = {

@@ -5,7 +5,7 @@
 // LANES lanes of a warp hold a head; they exchange the numbers of rotated pairs through shared
 // memory. Everything is computed in float32 and rounded once.
 // Bytes moved: q + k + v read and written, and k + v written, times sizeof(X).
-// Bench: python -m tridecode.kernels.bench step
+// Bench: python -m tridecode.kernels.bench finish_heads
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
 
