@@ -42,7 +42,6 @@ SPILLS = {
     "decode_attention_8bit.cu": 64,
     "decode_several.cu": 376,
     "decode_limited.cu": 330,
-    "decode_limited_8bit.cu": 0,
     "gemm_sm90_split_k_8bit.cu": 16,
     "gemm_sm90_stream_k.cu": 16,
     "product_chain_sm90a.cu": 28,

@@ -37,7 +37,7 @@ from tridecode.kernels.gemm.packed import Packed
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
 from tridecode.kernels.gemm.plan import Device
 from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, choose
-from tridecode.kernels.gpu import ACTIVATIONS, Gpu
+from tridecode.kernels.gpu import ACTIVATIONS, ROW_ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.operands import Linear, Norm
 from tridecode.kernels.reference import Reference
@@ -142,6 +142,7 @@ def memory(address: float, rows: int, columns: int, stride: float, dtype: torch.
 
 CODES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
 NAMES = {code: name for name, code in ACTIVATIONS.items()}
+ROW_NAMES = {code: name for name, code in ROW_ACTIVATIONS.items()}
 
 
 class MemoryLibrary:
@@ -212,6 +213,20 @@ class MemoryLibrary:
         if residual:
             values = values + memory(residual, tokens, columns, residual_stride, x)
         to = memory(out, tokens, columns, out_stride, torch.float32 if out_float32 else x)
+        to.copy_(values)
+
+    def activate_rows(self, stream: int, **fields: float) -> None:
+        f = {name: int(value) for name, value in fields.items()}
+        x, activation = CODES[f["dtype"]], ROW_NAMES[f["activation"]]
+        tokens, columns = f["tokens"], f["columns"]
+        wide = columns if activation == "silu" else 2 * columns
+        values = memory(f["product"], tokens, wide, f["product_stride"], x).float()
+        if f["bias"]:
+            values = values + memory(f["bias"], 1, wide, 0, x)
+        values = activated(values, activation)
+        if f["residual"]:
+            values = values + memory(f["residual"], tokens, columns, f["residual_stride"], x)
+        to = memory(f["out"], tokens, columns, f["out_stride"], torch.float32 if f["out_float32"] else x)
         to.copy_(values)
 
     def expand_rows(

@@ -167,7 +167,8 @@ def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
 
 def test_shapes_are_those_of_the_benchmarks_presets():
     shared = PRESETS.keys() & SHAPES.keys()
-    assert shared == PRESETS.keys() - {"toy"}
+    tuned = {name for name, chosen in PRESETS.items() if chosen.model.family in ("bloom", "gpt", "llama")}
+    assert shared >= tuned - {"toy"}
     for name in shared:
         config = PRESETS[name].model
         rotary = 0 if config.rope is None else config.rope.size
