@@ -12,7 +12,16 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.plan import Gemm
-from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, contiguous, pointer
+from tridecode.kernels.gpu import (
+    ACTIVATIONS,
+    DTYPES,
+    FUSED_GATES,
+    aligned,
+    cache_fields,
+    check_cache,
+    contiguous,
+    pointer,
+)
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.reference.products import GATED
 
@@ -45,7 +54,7 @@ class Call(NamedTuple):
     @property
     def epilogue(self) -> str:
         """The epilogue, as in Gemm.epilogue."""
-        return "swiglu" if self.activation == "swiglu" else "qkv" if self.heads else "linear"
+        return "swiglu" if self.activation in FUSED_GATES else "qkv" if self.heads else "linear"
 
     def rows(self, rows: slice) -> Call:
         """Return the same GEMM over these rows of x."""

@@ -14,7 +14,7 @@ import torch
 from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gemm.table_sm90 import CHAIN_TOKENS, chain_tokens
-from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, FUSED_GATES, Gpu, pointer
 from tridecode.kernels.operands import Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
 
@@ -87,7 +87,7 @@ class Chain:
         x, norm, (rows, inputs) = product.x, product.norm, product.linear.weight.shape
         if self._operand(product) != operand or product.activation not in ACTIVATIONS:
             return False
-        if inputs % 128 or rows % (32 if product.activation == "swiglu" else 16):
+        if inputs % 128 or rows % (32 if product.activation in FUSED_GATES else 16):
             return False
         if norm is not None and inputs > 8 * _HELD * _THREADS // _rounded_up(x.shape[0]):
             return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.gemm.call import Call
-from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, FUSED_GATES, Gpu, pointer
 from tridecode.kernels.operands import Linear
 
 #: product_format of gemm_library_epilogue for a product whose dtype differs from X
@@ -77,7 +77,7 @@ class CublasProducts:
         if fuses and source.by_cublas_lt(call):
             return
         product = call.out
-        if activation == "swiglu" or residual is not None:  # out may be the residual
+        if activation in FUSED_GATES or residual is not None:  # out may be the residual
             rows = call.linear.weight.shape[0]
             product = self._gpu.temporary("product", call.tokens, rows, call.out.dtype)
         bare = Call(call.x, call.linear if bias is None else Linear(call.linear.weight), product)

@@ -19,7 +19,7 @@ from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.plan import Gemm
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import ROUNDED_HEADS, ROUNDED_TOKENS, fuses_heads_sm90, library_rows
-from tridecode.kernels.gpu import DTYPES, Gpu, aligned, plan_fields, pointer
+from tridecode.kernels.gpu import DTYPES, FUSED_GATES, Gpu, aligned, plan_fields, pointer
 from tridecode.kernels.operands import Heads, Linear, Norm
 from tridecode.kernels.scratch import row_scale_bytes
 
@@ -121,7 +121,7 @@ class EightBit(WeightKind):
         if residual is not None and call.out_float32:
             return False
         whole = 2 * weight.block_rows if weight.block_rows > 1 else 16
-        gated = call.activation == "swiglu"
+        gated = call.activation in FUSED_GATES
         if gated and (residual is not None or call.out_float32 or weight.shape[0] % whole):
             return False
         return (call.out_float32 or aligned(call.out)) and (residual is None or aligned(residual))

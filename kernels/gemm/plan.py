@@ -26,7 +26,8 @@ class Gemm(NamedTuple):
     tokens: int
     inputs: int
     outputs: int  # rows of the weight; with SwiGLU, gate and up together
-    epilogue: str = "linear"  # "linear": activation and residual; "swiglu"; "qkv": rotation and cache write
+    #: "linear": activation and residual; "swiglu": SwiGLU or a gated GELU; "qkv": rotation and cache write
+    epilogue: str = "linear"
     bias: bool = False
     residual: bool = False
     norm: bool = False

@@ -8,7 +8,10 @@ results differ by the order of their sums.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 #: units of epsilon, by operation: (16-bit, float32)
@@ -20,6 +23,9 @@ BUDGETS = {
     "logits": (512, 512),  # float32 out of 16-bit inputs
     "attention": (8, 64),
 }
+
+#: gated activations that epilogues of GEMMs have, and the activation of the gate
+GATES = {"swiglu": F.silu, "geglu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def assert_close(operation: str, actual: Tensor, expected: Tensor) -> None:

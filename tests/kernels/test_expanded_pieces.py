@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from tridecode.kernels.gemm.packed import Packed
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
 from tridecode.kernels.gemm.plan import Device
 from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, choose
-from tridecode.kernels.gpu import ACTIVATIONS, ROW_ACTIVATIONS, Gpu
+from tridecode.kernels.gpu import ACTIVATIONS, FUSED_GATES, ROW_ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.operands import Linear, Norm
 from tridecode.kernels.reference import Reference
@@ -54,7 +55,7 @@ FUNCTIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-GATES = {"swiglu": F.silu, "geglu": F.gelu}
+GATES = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": partial(F.gelu, approximate="tanh")}
 #: "odd": the rows of up begin within a granule
 HOW = ["plain", "bias", "residual", "odd"]
 
@@ -206,7 +207,7 @@ class MemoryLibrary:
         dtype: int,
         stream: int,
     ) -> None:
-        x, wide = CODES[dtype], columns * (2 if NAMES[activation] == "swiglu" else 1)
+        x, wide = CODES[dtype], columns * (2 if NAMES[activation] in FUSED_GATES else 1)
         values = memory(product, tokens, wide, product_stride, torch.float32 if product_float32 else x)
         values = values.float() if not bias else values.float() + memory(bias, 1, wide, 0, x)
         values = activated(values, NAMES[activation])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
 from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.library import KernelError
@@ -57,21 +56,28 @@ def test_parts_of_a_split_bias_and_residual_are_added(
     assert len(launched) == 3
 
 
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("inner", [88, 1001, 5000])
 @pytest.mark.parametrize("tokens", [3, 20, 64])
 def test_swiglu_pairs_gate_and_up_rows(
-    cuda_place: Place, launched: list[int], tokens: int, inner: int, bias: bool, dtype: torch.dtype
+    cuda_place: Place,
+    launched: list[int],
+    tokens: int,
+    inner: int,
+    bias: bool,
+    dtype: torch.dtype,
+    activation: str,
 ):
     place = cuda_place
     launched.append(2)
     linear = make_linear(place, 520, 2 * inner, dtype, bias)
     x, out = place.normal(tokens, 520, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
     place.settle()
-    place.ops.linear(x, linear, activation="swiglu", out=out)
+    place.ops.linear(x, linear, activation=activation, out=out)
     both = product64(x, linear)
-    assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:])
+    assert_close("linear", out, GATES[activation](both[:, :inner]) * both[:, inner:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

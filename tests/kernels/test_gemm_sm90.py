@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
@@ -147,16 +147,17 @@ def test_four_clusters_finish_a_tile_of_float32_or_activated(place: Place, token
     assert_close("logits" if activation is None else "linear", out, wanted)
 
 
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("inner", [8, 344, 11008])
 @pytest.mark.parametrize("tokens", SWIGLU_TOKENS)
-def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype):
+def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype, activation: str):
     linear = make_linear(place, 264, 2 * inner, dtype, bias)
     x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
-    run(place, x, linear, out, 0, activation="swiglu")
+    run(place, x, linear, out, 0, activation=activation)
     both = product64(x, linear)
-    assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:])
+    assert_close("linear", out, GATES[activation](both[:, :inner]) * both[:, inner:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.packing import in_granule_order, rows_of_two_parts
 from tests.kernels.test_gemm_table import instance_of, instances
 from tests.kernels.test_linear import make_heads, norm64
@@ -259,7 +259,7 @@ def test_outliers_stay_within_the_bound(cuda_place: Place, monkeypatch, split, g
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [0, 1, 2, 8])
-@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu", *GATES])
 def test_norm_and_activation_are_fused(cuda_place: Place, monkeypatch, activation, split, dtype):
     place, inputs, outputs = cuda_place, 1024, 1040
     case = Case(place, ("int4", 128, True), inputs, outputs, dtype)
@@ -270,14 +270,15 @@ def test_norm_and_activation_are_fused(cuda_place: Place, monkeypatch, activatio
         "gelu": F.gelu,
         "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
         "relu": F.relu,
-        "swiglu": lambda v: F.silu(v[:, : outputs // 2]) * v[:, outputs // 2 :],
     }
+    for name, gate in GATES.items():
+        functions[name] = lambda v, gate=gate: gate(v[:, : outputs // 2]) * v[:, outputs // 2 :]
     for tokens in (1, 7, 16, 30, 64, 90):
         x = place.normal(tokens, inputs, dtype=dtype)
-        out = place.poison(tokens, outputs // (2 if activation == "swiglu" else 1), dtype=dtype)
+        out = place.poison(tokens, outputs // (2 if activation in GATES else 1), dtype=dtype)
         place.settle()
         place.ops.linear(x, case.linear, norm=norm, activation=activation, out=out)
-        budget = "two products" if activation == "swiglu" else "linear"
+        budget = "two products" if activation in GATES else "linear"
         assert_close(budget, out, functions[activation](case.product64(norm64(x, norm))))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tridecode.kernels.checks import ShapeError
 from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Rope
@@ -76,18 +76,21 @@ def test_norm_and_activation_are_fused(
     assert_close("linear", out, wanted)
 
 
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("inner", [88, 5000, 11008])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 33, 100])
-def test_swiglu_pairs_gate_and_up_rows(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype):
+def test_swiglu_pairs_gate_and_up_rows(
+    place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype, activation: str
+):
     linear = make_linear(place, 256, 2 * inner, dtype, bias)
     x, residual = place.normal(tokens, 256, dtype=dtype), place.normal(tokens, inner, dtype=dtype)
     out = place.poison(tokens, inner, dtype=dtype)
     place.settle()
-    place.ops.linear(x, linear, activation="swiglu", residual=residual, out=out)
+    place.ops.linear(x, linear, activation=activation, residual=residual, out=out)
     both = product64(x, linear)
-    assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:] + residual.double())
+    assert_close("linear", out, GATES[activation](both[:, :inner]) * both[:, inner:] + residual.double())
 
 
 @pytest.mark.gpu  # the CPU path rounds logits to 16 bits first

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.packing import in_granules
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized
@@ -97,19 +97,20 @@ def test_norm_and_activation_are_fused(cuda_place: Place, norm_bias, activation,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("inner", [88, 1000, 5000])
-def test_swiglu_pairs_gate_and_up_rows(cuda_place: Place, inner, format, dtype):
+def test_swiglu_pairs_gate_and_up_rows(cuda_place: Place, inner, format, dtype, activation: str):
     place = cuda_place
     case = Case(place, format, 256, 2 * inner, dtype, bias=inner == 88)
     for tokens in (1, 2, 5, 16, 33, 64, 100, 256, 300):
         x, out = place.normal(tokens, 256, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
         place.settle()
-        place.ops.linear(x, case.linear, activation="swiglu", out=out)
+        place.ops.linear(x, case.linear, activation=activation, out=out)
         both = case.product64(x)
         # weights are rounded to 16 bit, and a product of two sums has the errors of both
-        assert_close("two products", out, F.silu(both[:, :inner]) * both[:, inner:])
+        assert_close("two products", out, GATES[activation](both[:, :inner]) * both[:, inner:])
 
 
 @pytest.mark.gpu

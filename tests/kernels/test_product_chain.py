@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
+from tests.kernels.numeric import GATES
 from tests.kernels.test_linear import norm64
 from tests.kernels.test_w8a8 import assert_product
 from tridecode.kernels.bench.measure import capture
@@ -80,7 +81,9 @@ def make_linear(
     return place.ops.pack(Linear(weight), dtype), held.expanded().double()
 
 
-def make_layer(place: Place, kind: str, tokens: int, shape, dtype: torch.dtype, gated: bool) -> Layer:
+def make_layer(
+    place: Place, kind: str, tokens: int, shape, dtype: torch.dtype, gated: bool, gate: str = "swiglu"
+) -> Layer:
     hidden, inner, queries = shape
     matrices: list[Tensor] = []
 
@@ -98,7 +101,7 @@ def make_layer(place: Place, kind: str, tokens: int, shape, dtype: torch.dtype, 
 
     attended, x = place.normal(tokens, queries, dtype=dtype), place.normal(tokens, hidden, dtype=dtype)
     first, mlp, second, qkv = out(hidden), out(inner), out(hidden), out(3 * queries)
-    activation = "swiglu" if gated else "gelu_tanh"
+    activation = gate if gated else "gelu_tanh"
     products = [
         Product(attended, linear(hidden, queries), first, residual=x),
         Product(first, linear(inner * (1 + gated), hidden), mlp, norm=norm(), activation=activation),
@@ -121,9 +124,9 @@ def wanted64(product: Product, matrix: Tensor) -> Tensor:
     wanted = rounded @ matrix.t()
     if product.linear.bias is not None:
         wanted += product.linear.bias.double()
-    if product.activation == "swiglu":
+    if product.activation in GATES:
         gate, up = wanted.chunk(2, dim=1)
-        wanted = F.silu(gate) * up
+        wanted = GATES[product.activation](gate) * up
     elif product.activation is not None:
         wanted = F.gelu(wanted, approximate="tanh")
     return wanted if product.residual is None else wanted + product.residual.double()
@@ -134,16 +137,16 @@ def assert_layer(place: Place, layer: Layer, kind: str) -> None:
     assert place.ops.linears(layer.products)
     format = "fp8" if KINDS[kind][2] == "fp8" else "int8"
     for product, matrix in zip(layer.products, layer.matrices):
-        gates = "two products" if product.activation == "swiglu" else "linear"
+        gates = "two products" if product.activation in GATES else "linear"
         assert_product(format, product.x.shape[1], product.out, wanted64(product, matrix), gates)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+@pytest.mark.parametrize("gate", ["", *GATES])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
-def test_every_product_is_that_of_what_it_has_read(place: Place, kind, tokens, shape, gated, dtype):
-    layer = make_layer(place, kind, tokens, shape, dtype, gated)
+def test_every_product_is_that_of_what_it_has_read(place: Place, kind, tokens, shape, gate: str, dtype):
+    layer = make_layer(place, kind, tokens, shape, dtype, bool(gate), gate)
     assert_layer(place, layer, kind)
     first = [result.clone() for result in layer.results]
     place.ops.linears(layer.products)  # the counter is as before

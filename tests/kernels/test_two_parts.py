@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.formats.quantized import QuantizedWeight, two_parts
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
@@ -186,10 +186,11 @@ def test_activations(place: Place, tokens: int, split: int, activation: str):
 
 
 @gpu
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [8, 344, 11008])
 @pytest.mark.parametrize("tokens", [1, 33, 70, 97, 150, 193, 257, 600])
-def test_swiglu(place: Place, tokens: int, inner: int, dtype: torch.dtype):
+def test_swiglu(place: Place, tokens: int, inner: int, dtype: torch.dtype, activation: str):
     linear = make_linear(place, 272, 2 * inner, dtype)
     norm = Norm(place.normal(272, dtype=dtype), None, 1e-5)
     x, out = place.normal(tokens, 272, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
@@ -199,13 +200,13 @@ def test_swiglu(place: Place, tokens: int, inner: int, dtype: torch.dtype):
     both = product64(normed, linear)
     for split in (0, None):
         place.ops.gpu.choose_gemm = lambda gemm: choose(gemm, place.ops.gpu.gemm_device)
-        run(place, x, linear, out, split, activation="swiglu", norm=norm)
-        assert_close("two products", out, F.silu(both[:, :inner]) * both[:, inner:])
+        run(place, x, linear, out, split, activation=activation, norm=norm)
+        assert_close("two products", out, GATES[activation](both[:, :inner]) * both[:, inner:])
 
 
 @gpu
 @pytest.mark.parametrize("tokens", [1, 20, 70, 600])
-@pytest.mark.parametrize("activation", [None, "swiglu", "geglu", "silu"])
+@pytest.mark.parametrize("activation", [None, "swiglu", "geglu_tanh", "geglu", "silu"])
 def test_what_no_epilogue_has_follows_the_product(place: Place, activation: str | None, tokens: int):
     """A residual next to a gate, activations of torch's, results at any address."""
     dtype, inner = torch.float16, 184
@@ -213,7 +214,13 @@ def test_what_no_epilogue_has_follows_the_product(place: Place, activation: str 
     x = place.normal(tokens, 144, dtype=dtype)
     both = product64(x, linear)
     gate, up = both[:, :inner], both[:, inner:]
-    wanted = {None: both, "swiglu": F.silu(gate) * up, "geglu": F.gelu(gate) * up, "silu": F.silu(both)}
+    wanted = {
+        None: both,
+        "swiglu": F.silu(gate) * up,
+        "geglu": F.gelu(gate) * up,
+        "geglu_tanh": F.gelu(gate, approximate="tanh") * up,
+        "silu": F.silu(both),
+    }
     columns = wanted[activation].shape[1]
     residual = place.normal(tokens, columns, dtype=dtype)
     out = place.poison(tokens, columns + 3, dtype=dtype)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tests.kernels.numeric import assert_close
+from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.packing import rows_of_two_parts
 from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
@@ -309,27 +309,30 @@ def test_activations(place: Place, tokens: int, split: int, activation: str, for
 
 
 @gpu
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("inner", [8, 344, 11008])
 @pytest.mark.parametrize("tokens", [1, 33, 70, 97, 150, 193, 257, 600])
-def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, format: str, dtype: torch.dtype):
+def test_swiglu(
+    place: Place, tokens: int, inner: int, bias: bool, format: str, dtype: torch.dtype, activation: str
+):
     linear = make_linear(place, 272, 2 * inner, dtype, format, bias)
     norm = Norm(place.normal(272, dtype=dtype), None, 1e-5)
     x, out = place.normal(tokens, 272, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
     normed = place.poison(tokens, 272, dtype=dtype)
     place.settle()
     place.ops.norm(x, norm, out=normed)
-    run(place, x, linear, out, 0, activation="swiglu", norm=norm)
+    run(place, x, linear, out, 0, activation=activation, norm=norm)
     both = product64(normed, linear)
-    assert_product(format, 272, out, F.silu(both[:, :inner]) * both[:, inner:])
+    assert_product(format, 272, out, GATES[activation](both[:, :inner]) * both[:, inner:])
 
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 20, 70])
-@pytest.mark.parametrize("activation", [None, "swiglu", "geglu", "silu"])
+@pytest.mark.parametrize("activation", [None, "swiglu", "geglu_tanh", "geglu", "silu"])
 def test_what_no_epilogue_has_follows_the_product(
     place: Place, activation: str | None, tokens: int, format: str
 ):
@@ -343,6 +346,7 @@ def test_what_no_epilogue_has_follows_the_product(
         None: both,
         "swiglu": F.silu(gate) * up,
         "geglu": F.gelu(gate) * up,
+        "geglu_tanh": F.gelu(gate, approximate="tanh") * up,
         "silu": F.silu(both),
     }[activation]
     columns = wanted.shape[1]

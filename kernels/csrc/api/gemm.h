@@ -10,10 +10,10 @@ extern "C" {
 // out = epilogue(norm(x) * weight^T). Rows are contiguous; a stride is the distance between two
 // rows.
 //
-// activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU: weight and bias hold
-// the gate rows, then the up rows, and out has outputs / 2 columns. With a cache: the outputs are
-// the heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
-// value are also written to the cache.
+// activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU, and 5, a gated GELU
+// (tanh): weight and bias hold the gate rows, then the up rows, and out has outputs / 2 columns.
+// With a cache: the outputs are the heads of query, key and value; query and key are rotated unless
+// rotary_size is 0, and key and value are also written to the cache.
 //
 // kernels/gemm/table.py chooses the function, the tile and the split. A function refuses a task for
 // which it has no instance.

@@ -57,7 +57,7 @@ int tridecode_add_normed(const tridecode_add_normed_task* task, void* stream);
 
 // out = activation(product + bias) + residual. Gated activations: product and bias have 2 * columns
 // columns, the gate's first; out = activation(gate) * value + residual.
-enum tridecode_rows_activation { kRowsGegluTanh = 5, kRowsGeglu = 6, kRowsSilu = 7 };
+enum tridecode_rows_activation { kRowsGeglu = 6, kRowsSilu = 7 };
 typedef struct {
   void* out;             // (tokens, columns), of dtype or float32
   const void* product;   // (tokens, columns or 2 * columns)

@@ -4,7 +4,18 @@
 
 namespace tridecode {
 
-enum Activation { kNone = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwiglu = 4 };
+enum Activation {
+  kNone = 0,
+  kGeluTanh = 1,
+  kGelu = 2,
+  kRelu = 3,
+  kSwiglu = 4,
+  kGegluTanh = 5  // gated: gelu_tanh(gate) * value
+};
+
+__host__ __device__ constexpr bool is_gated(int activation) {
+  return activation == kSwiglu || activation == kGegluTanh;
+}
 
 // SiLU; 0 where the exponential overflows to infinity.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
@@ -24,10 +35,30 @@ __device__ __forceinline__ float finish_sum(float sum, float bias, int activatio
   return activate(sum + bias, activation) + residual;
 }
 
-// SwiGLU.
+__device__ __forceinline__ float activate_gate(float gate, int activation) {
+  return activation == kGegluTanh ? activate(gate, kGeluTanh) : silu(gate);
+}
+
 __device__ __forceinline__ float finish_gated(float gate, float gate_bias, float up, float up_bias,
-                                              float residual) {
-  return silu(gate + gate_bias) * (up + up_bias) + residual;
+                                              int activation, float residual) {
+  return activate_gate(gate + gate_bias, activation) * (up + up_bias) + residual;
+}
+
+// Replaces numbers 4 i and 4 i + 1 of the gate by their activation times the values at 4 i + 2 and
+// 4 i + 3. The branch is outside of the loops.
+template <int COUNT>
+__device__ __forceinline__ void gate_all(float (&c)[COUNT], int activation) {
+  auto by = [&](auto gate) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      c[i] = gate(c[i]) * c[i + 2];
+      c[i + 1] = gate(c[i + 1]) * c[i + 3];
+    }
+  };
+  if (activation == kGegluTanh)
+    by([](float x) { return activate(x, kGeluTanh); });
+  else
+    by([](float x) { return silu(x); });
 }
 
 }  // namespace tridecode

@@ -12,7 +12,7 @@ enum Mode { kPlain, kGated, kQkv, kQkvRotary };
 
 inline Mode mode_of(const GemmTask& task) {
   if (task.cache) return task.rotary_size ? kQkvRotary : kQkv;
-  return task.activation == kSwiglu ? kGated : kPlain;
+  return is_gated(task.activation) ? kGated : kPlain;
 }
 
 // Check the task of a kernel whose epilogue cannot quantise keys and values: refuse an 8-bit cache.

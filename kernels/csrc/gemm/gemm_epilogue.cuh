@@ -99,7 +99,7 @@ __device__ __forceinline__ void finish(const GemmTask& task, int pair, int first
     float &a = values[j][0], &b = values[j][1];
     if (token >= task.tokens) continue;
     if (MODE == kGated) {
-      a = finish_gated(a, extra.bias[0], b, extra.bias[1], extra.residual[j][0]);
+      a = finish_gated(a, extra.bias[0], b, extra.bias[1], task.activation, extra.residual[j][0]);
     } else if (MODE == kQkv) {
       a += extra.bias[0], b += extra.bias[1];
       if (rotated) {

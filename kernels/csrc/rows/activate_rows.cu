@@ -12,8 +12,7 @@ constexpr int kThreads = 256;
 using Task = tridecode_activate_task;
 
 __device__ __forceinline__ float activation_of(float x, int kind) {
-  if (kind == kRowsSilu) return silu(x);
-  return activate(x, kind == kRowsGegluTanh ? kGeluTanh : kGelu);
+  return kind == kRowsSilu ? silu(x) : activate(x, kGelu);
 }
 
 template <typename X, typename Out, int WIDTH>
@@ -64,8 +63,8 @@ using namespace tridecode;
 
 int tridecode_activate_rows(const tridecode_activate_task* given, void* stream) {
   const Task& task = *given;
-  if (task.activation < kRowsGegluTanh || task.activation > kRowsSilu)
-    return fail("activate_rows: activation %d; wanted %d to %d", task.activation, kRowsGegluTanh,
+  if (task.activation < kRowsGeglu || task.activation > kRowsSilu)
+    return fail("activate_rows: activation %d; wanted %d to %d", task.activation, kRowsGeglu,
                 kRowsSilu);
   return for_dtype(task.dtype, "activate_rows", [&](auto zero) {
     using X = decltype(zero);

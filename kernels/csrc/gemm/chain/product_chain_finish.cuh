@@ -91,7 +91,7 @@ struct Finisher {
       v[second] = fmaf(values[second] * constants.scales[second], scale,
                        to_number<X>(constants.bias[second]));
     if (step.gated) {
-      v[0] = silu(v[0]) * v[1] + to_number<X>(residual[0]);
+      v[0] = activate_gate(v[0], given.activation) * v[1] + to_number<X>(residual[0]);
     } else {
 #pragma unroll
       for (int second = 0; second < 2; ++second)

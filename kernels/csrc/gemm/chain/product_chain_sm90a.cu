@@ -223,7 +223,7 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
   for (int i = 0; i < chain.count; ++i) {
     Step& step = chain.steps[i];
     step.given = given[i];
-    step.gated = given[i].activation == kSwiglu;
+    step.gated = is_gated(given[i].activation);
     step.tiles = given[i].outputs / 16, step.second = step.gated ? given[i].outputs / 16 : 1;
     if (int status = check_step(step, i)) return status;
     step.stores = true;

@@ -1,6 +1,6 @@
 // out = activation(product + bias) + residual: the epilogue of a cuBLAS GEMM. Sums of 8-bit
 // operands, int32 or float32, are first multiplied by the scales of their column and row.
-// Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads for SwiGLU.
+// Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads if gated.
 // Bench: python -m tridecode.kernels.bench step
 #include "common/epilogue.cuh"
 
@@ -32,9 +32,9 @@ __global__ void gemm_library_epilogue(Out* out, const Product* product, const X*
   if (c >= columns) return;
   float b[WIDTH] = {}, up_bias[WIDTH] = {}, s[WIDTH], up_scales[WIDTH];
   if (scales) load_some<WIDTH>(scales + c, s);
-  if (scales && activation == kSwiglu) load_some<WIDTH>(scales + columns + c, up_scales);
+  if (scales && is_gated(activation)) load_some<WIDTH>(scales + columns + c, up_scales);
   if (bias) load_some<WIDTH>(bias + c, b);
-  if (bias && activation == kSwiglu) load_some<WIDTH>(bias + columns + c, up_bias);
+  if (bias && is_gated(activation)) load_some<WIDTH>(bias + columns + c, up_bias);
   for (int64_t t = blockIdx.y; t < num_tokens; t += gridDim.y) {
     float values[WIDTH], r[WIDTH] = {};
     load_product<WIDTH>(product + t * product_stride + c, values);
@@ -43,7 +43,7 @@ __global__ void gemm_library_epilogue(Out* out, const Product* product, const X*
     for (int i = 0; i < WIDTH; ++i)
       if (scales) values[i] = values[i] * s[i] * row_scale;
     if (residual) load_some<WIDTH>(residual + t * residual_stride + c, r);
-    if (activation == kSwiglu) {
+    if (is_gated(activation)) {
       float up[WIDTH];
       load_product<WIDTH>(product + t * product_stride + columns + c, up);
 #pragma unroll
@@ -51,7 +51,7 @@ __global__ void gemm_library_epilogue(Out* out, const Product* product, const X*
         if (scales) up[i] = up[i] * up_scales[i] * row_scale;
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i)
-        values[i] = finish_gated(values[i], b[i], up[i], up_bias[i], r[i]);
+        values[i] = finish_gated(values[i], b[i], up[i], up_bias[i], activation, r[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) values[i] = finish_sum(values[i], b[i], activation, r[i]);

@@ -275,7 +275,8 @@ struct FinishRows {
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = fmaf(sums[k], k % 2 ? scale.y : scale.x, biases[k / 2]);
     if (MODE == kGated) {
-      v[0] = silu(v[0]) * v[2], v[1] = silu(v[1]) * v[3];
+      v[0] = activate_gate(v[0], task.activation) * v[2];
+      v[1] = activate_gate(v[1], task.activation) * v[3];
     } else if (MODE == kPlain) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) v[k] = activate(v[k], task.activation);

@@ -416,7 +416,7 @@ struct Finish {
     }
   }
 
-  // Applies bias and activation; SwiGLU's result replaces the gate.
+  // Applies bias and activation; a gated result replaces the gate.
   __device__ __forceinline__ void activate_all(float (&c)[N / 2]) {
     if (task.bias) {
 #pragma unroll
@@ -426,11 +426,7 @@ struct Finish {
       }
     }
     if (MODE == kGated) {
-#pragma unroll
-      for (int i = 0; i < N / 8; ++i) {
-        c[4 * i] = silu(c[4 * i]) * c[4 * i + 2];
-        c[4 * i + 1] = silu(c[4 * i + 1]) * c[4 * i + 3];
-      }
+      gate_all(c, task.activation);
     } else if (task.activation == kGeluTanh) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) c[i] = activate(c[i], kGeluTanh);
