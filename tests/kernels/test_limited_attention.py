@@ -1,5 +1,5 @@
 """Attention with windows, soft caps and biases of keys against float64: caches of 16 and 8 bits, rows of one
-and of several queries, prompts; window edges at and beside the edges of tiles."""
+and of several queries, prompts; window edges at and near the edges of tiles."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_few_rows_see_their_windows(place: Place, rows, window: int, size: int, 
 @FORMATS
 @pytest.mark.parametrize("heads", [(8, 2, 128), (4, 2, 256), (16, 16, 64)])
 def test_many_rows_see_their_windows(place: Place, heads, format: str):
-    """Teams of one warp; rows of one tile beside others."""
+    """Teams of one warp; rows of one tile among longer ones."""
     rows = [(1 + 37 * i % 190 + (1500 if i % 50 == 7 else 0), 1) for i in range(256)]
     decode_and_compare(place, heads, rows, {"window": 60, "softcap": 50.0}, format=format, block_tokens=32)
 

@@ -24,6 +24,7 @@ OURS = {
     "decode_attention": ATTENTION,
     "decode_attention_any": ATTENTION,
     "decode_attention_cluster": ATTENTION,
+    "decode_attention_wide": ATTENTION,
     "embed": OTHER,
     "embed_int8": OTHER,
     "expand_cache": ATTENTION,

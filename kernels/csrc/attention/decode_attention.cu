@@ -13,6 +13,7 @@ int tridecode_decode_attention(const tridecode_attention_task* task, void* strea
     return (is_exact ? run_limited : run_limited_8bit)(*task, stream);
   if (several) return (is_exact ? run_several_queries : run_several_queries_8bit)(*task, stream);
   if (!is_exact) return run_decode_8bit(*task, stream);
+  if (takes_wide(*task)) return run_wide(*task, stream);
   return for_dtype(task->dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
     return run_cache_of<X, X>(*task, stream);

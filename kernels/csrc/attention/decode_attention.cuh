@@ -403,6 +403,9 @@ int run_cache_of(const tridecode_attention_task& given, void* stream) {
 // decode_several_8bit.cu. A window, a soft cap or biases of keys: decode_limited.cu and
 // decode_limited_8bit.cu.
 int run_decode_8bit(const tridecode_attention_task& task, void* stream);
+// Many query heads per KV head: decode_wide.cu.
+bool takes_wide(const tridecode_attention_task& task);
+int run_wide(const tridecode_attention_task& task, void* stream);
 int run_limited(const tridecode_attention_task& task, void* stream);
 int run_limited_8bit(const tridecode_attention_task& task, void* stream);
 int run_several_queries(const tridecode_attention_task& task, void* stream);

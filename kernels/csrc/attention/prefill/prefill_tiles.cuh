@@ -10,6 +10,7 @@
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
 #pragma once
+#include "attention/matrices.cuh"
 #include "attention/prefill/prefill_attention.cuh"
 #include "attention/soft_cap.cuh"
 #include "cache/kv_cache.cuh"
@@ -55,22 +56,6 @@ __device__ __forceinline__ Source<X> source_of(const PrefillTask& task, int row,
           task.block_tokens,
           task.head_size,
           fresh};
-}
-
-// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
 }
 
 // STAGES: tiles of keys and values in shared memory. With one, a tile is loaded after the previous
@@ -352,7 +337,7 @@ int run_any(const PrefillTask& task, void* stream) {
   return launch("prefill_attention", kernel, grid, 32 * kAnyWarps, 0, stream, task);
 }
 
-// Whether tensors permit copies of 16 bytes.
+// Return whether the tensors permit copies of 16 bytes.
 inline bool is_aligned(const PrefillTask& task) {
   return aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
          task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;

@@ -1,0 +1,273 @@
+// Decode attention of many query heads per KV head (multi-query models): a block multiplies all
+// query heads of a row and KV head with a tile of keys at once, 16 heads a warp, where
+// decode_attention.cuh would read the tiles once for each 8 heads. Rows have one query, caches are
+// of the activations' dtype.
+//
+// A row's tiles are divided among up to kMostParts blocks; the last to arrive combines their
+// results. Scores and output stay in registers; two tiles are in shared memory, one in use and one
+// in flight. Online softmax in base 2 and float32.
+//
+// Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
+// Bench: python -m tridecode.kernels.bench decode_attention
+#include "attention/decode_attention.cuh"
+#include "attention/matrices.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kWideWarps = 8;  // at most, of a block
+constexpr int kMostParts = 16;
+constexpr int kKeys = 64;  // of a tile
+constexpr int kStages = 2;
+
+template <int D>
+struct WideLayout {
+  static constexpr int kPitch = D + 8;  // row length: the padding spreads 8 rows over all banks
+  static constexpr int kTileNumbers = kKeys * kPitch;
+  static constexpr int kBytes = kStages * 2 * kTileNumbers * 2;
+};
+
+// The result of a block: the output, maximum and sum of each head.
+template <int D>
+__device__ __forceinline__ float* part_of(const Task& task, int item, int parts, int part,
+                                          int head) {
+  const int64_t index = (int64_t(item) * parts + part) * task.group + head;
+  return static_cast<float*>(task.scratch) + index * (D + 2);
+}
+
+// Combines the parts of an item, by the whole block. weights: kMostParts floats of each head.
+template <typename X, int D>
+__device__ __forceinline__ void combine_parts(const Task& task, int item, int stride, int parts,
+                                              float (*weights)[kMostParts], X* out) {
+  for (int head = threadIdx.x; head < task.group; head += blockDim.x) {
+    float peak = -CUDART_INF_F, all = 0.0f;
+    for (int part = 0; part < parts; ++part)
+      peak = fmaxf(peak, __ldcg(part_of<D>(task, item, stride, part, head) + D));
+    for (int part = 0; part < parts; ++part) {
+      const float* const totals = part_of<D>(task, item, stride, part, head) + D;
+      const float weight = exp2f(__ldcg(totals) - peak);
+      weights[head][part] = weight, all += weight * __ldcg(totals + 1);
+    }
+    for (int part = 0; part < parts; ++part) weights[head][part] /= all;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < task.group * (D / 2); i += blockDim.x) {
+    const int head = i / (D / 2), d = i % (D / 2) * 2;
+    float2 together = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) {
+      const float* const from = part_of<D>(task, item, stride, part, head) + d;
+      const float2 two = __ldcg(reinterpret_cast<const float2*>(from));
+      together.x += weights[head][part] * two.x, together.y += weights[head][part] * two.y;
+    }
+    *reinterpret_cast<uint32_t*>(out + head * D + d) = pack<X>(together.x, together.y);
+  }
+}
+
+// Grid: (parts, items). A block has a warp for each 16 heads.
+template <typename X, int D>
+__global__ void __launch_bounds__(32 * kWideWarps)
+    decode_attention_wide(const __grid_constant__ Task task) {
+  using L = WideLayout<D>;
+  constexpr int kSteps = D / 16, kPieces = D / 8;
+  extern __shared__ __align__(128) char shared[];  // as declared in decode_attention.cuh
+  __shared__ float weights[16 * kWideWarps][kMostParts];
+  __shared__ bool is_last;
+  X* const tiles = reinterpret_cast<X*>(shared);
+
+  const int item = blockIdx.y, row = item / task.kv_heads, kv_head = item % task.kv_heads;
+  const int context = task.context_lens[row], group = task.group;
+  const int num_tiles = (max(context, 0) + kKeys - 1) / kKeys;
+  const int parts = min(int(gridDim.x), num_tiles), part = blockIdx.x;
+  X* const out = static_cast<X*>(task.out) + row * task.out_stride + kv_head * group * D;
+  if (part >= parts) {
+    wait_for_predecessor();
+    if (part == 0)  // padding
+      for (int i = threadIdx.x; i < group * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
+    return;
+  }
+  const int begin = num_tiles * part / parts, end = num_tiles * (part + 1) / parts;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int* const table = task.block_tables + row * task.table_stride;
+  const int64_t to_value = value_offset(task.kv_heads, task.block_tokens, D);
+  auto load_tile = [&](int tile) {
+    X* const keys = tiles + tile % kStages * 2 * L::kTileNumbers;
+    X* const values = keys + L::kTileNumbers;
+    for (int i = threadIdx.x; i < kKeys * kPieces; i += blockDim.x) {
+      const int place = i / kPieces, d = i % kPieces * 8, token = tile * kKeys + place;
+      const bool valid = token < context;
+      const int seen = valid ? token : 0;
+      const int64_t at = cache_row(table[seen / task.block_tokens], 0, kv_head,
+                                   seen % task.block_tokens, task.kv_heads, task.block_tokens);
+      const X* const from = static_cast<const X*>(task.cache) + at * D + d;
+      copy16_async(keys + place * L::kPitch + d, from, valid);
+      copy16_async(values + place * L::kPitch + d, from + to_value, valid);
+    }
+    commit_copies();
+  };
+  // The predecessor writes the newest token, which is in the last tile.
+  const bool early = begin + 1 < num_tiles;
+  if (early) load_tile(begin);
+  wait_for_predecessor();
+  if (!early) load_tile(begin);
+
+  const int first_head = warp * 16;
+  uint32_t q[kSteps][4];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = first_head + g + i % 2 * 8, d = k * 16 + 2 * t + i / 2 * 8;
+      const X* const from = static_cast<const X*>(task.qkv) + row * task.qkv_stride +
+                            int64_t(kv_head * group + head) * D + d;
+      q[k][i] = head < group ? *reinterpret_cast<const uint32_t*>(from) : 0u;
+    }
+  }
+  float slope[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (task.slopes && first_head + g + 8 * i < group)
+      slope[i] = task.slopes[kv_head * group + first_head + g + 8 * i] * kLog2e;
+  const float scale = task.scale * kLog2e;
+  float output[D / 8][4] = {}, most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
+  const int key_row = (lane % 8 + lane / 16 * 8) * L::kPitch + lane / 8 % 2 * 8;
+  const int value_row = lane % 16 * L::kPitch + lane / 16 * 8;
+
+  for (int tile = begin; tile < end; ++tile) {
+    if (tile + 1 < end) {
+      load_tile(tile + 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncthreads();
+    const X* const keys = tiles + tile % kStages * 2 * L::kTileNumbers;
+    const X* const values = keys + L::kTileNumbers;
+    float scores[kKeys / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];
+        load_matrices(b, keys + n * 16 * L::kPitch + key_row + k * 16);
+        multiply_add<X>(scores[2 * n], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
+        multiply_add<X>(scores[2 * n + 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int behind = tile * kKeys + n * 8 + 2 * t + i % 2 - (context - 1);
+        scores[n][i] = scores[n][i] * scale + slope[i / 2] * float(behind);
+        if (behind > 0) scores[n][i] = -CUDART_INF_F;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float high = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+        high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
+      high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
+      const float now = fmaxf(most[i], high);  // every tile has a visible token
+      const float shrink = exp2f(most[i] - now);
+      most[i] = now;
+      float added = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int j = 2 * i; j < 2 * i + 2; ++j) added += scores[n][j] = exp2f(scores[n][j] - now);
+      }
+      sum[i] = sum[i] * shrink + added;
+#pragma unroll
+      for (int d = 0; d < D / 8; ++d) output[d][2 * i] *= shrink, output[d][2 * i + 1] *= shrink;
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[i] = pack<X>(scores[2 * n + i / 2][i % 2 * 2], scores[2 * n + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int d = 0; d < D / 16; ++d) {
+        uint32_t b[4];
+        load_transposed(b, values + n * 16 * L::kPitch + value_row + d * 16);
+        multiply_add<X>(output[2 * d], a[0], a[1], a[2], a[3], b[0], b[1]);
+        multiply_add<X>(output[2 * d + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      }
+    }
+    __syncthreads();  // the next tile is loaded to the place of this one
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum[i] += __shfl_xor_sync(kAll, sum[i], 1);
+    sum[i] += __shfl_xor_sync(kAll, sum[i], 2);
+    const int head = first_head + g + 8 * i;
+    if (head >= group) continue;
+    if (parts == 1) {
+      const float inverse = 1.0f / sum[i];
+#pragma unroll
+      for (int d = 0; d < D / 8; ++d)
+        *reinterpret_cast<uint32_t*>(out + head * D + d * 8 + 2 * t) =
+            pack<X>(output[d][2 * i] * inverse, output[d][2 * i + 1] * inverse);
+    } else {
+      float* const to = part_of<D>(task, item, gridDim.x, part, head);
+#pragma unroll
+      for (int d = 0; d < D / 8; ++d)
+        __stcg(reinterpret_cast<float2*>(to + d * 8 + 2 * t),
+               make_float2(output[d][2 * i], output[d][2 * i + 1]));
+      if (t == 0) __stcg(reinterpret_cast<float2*>(to + D), make_float2(most[i], sum[i]));
+    }
+  }
+  if (parts == 1) return;
+  device_fence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned int* const counter = task.counters + item;
+    is_last = atomicAdd(counter, 1u) == unsigned(parts - 1);
+    if (is_last) *counter = 0;  // for the next launch
+    device_fence();
+  }
+  __syncthreads();
+  if (is_last) combine_parts<X, D>(task, item, gridDim.x, parts, weights, out);
+}
+
+template <typename X, int D>
+int run_size_wide(const Task& task, void* stream) {
+  const int items = task.num_rows * task.kv_heads;
+  const int64_t most_tiles = (task.table_stride * task.block_tokens + kKeys - 1) / kKeys;
+  const int wanted = std::max(1, 2 * device().multiprocessors / items);
+  const int parts = int(std::min<int64_t>({wanted, kMostParts, std::max<int64_t>(most_tiles, 1)}));
+  if (items > task.num_counters)
+    return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
+                task.num_rows, task.kv_heads, task.num_counters);
+  return launch("decode_attention", decode_attention_wide<X, D>, dim3(parts, items),
+                32 * ceil_div(task.group, 16), WideLayout<D>::kBytes, stream, task);
+}
+
+}  // namespace
+
+bool takes_wide(const tridecode_attention_task& task) {
+  const int group = task.heads / task.kv_heads;
+  return task.dtype != kFloat32 && group > 2 * kGroup && group <= 16 * kWideWarps &&
+         (task.head_size == 64 || task.head_size == 128) && device().capability >= 80 &&
+         task.scratch && task.num_rows * task.kv_heads <= 65535 && aligned16(task.out) &&
+         aligned16(task.qkv) && aligned16(task.cache) && task.qkv_stride % 8 == 0 &&
+         task.out_stride % 8 == 0;
+}
+
+int run_wide(const tridecode_attention_task& given, void* stream) {
+  const Task task = {given, given.heads / given.kv_heads, 1};
+  if (task.unfinished)
+    if (int status = finish_rows(task, stream)) return status;
+  return for_16_bit_dtype(task.dtype, "decode_attention", [&](auto zero) {
+    using X = decltype(zero);
+    return task.head_size == 64 ? run_size_wide<X, 64>(task, stream)
+                                : run_size_wide<X, 128>(task, stream);
+  });
+}
+
+}  // namespace tridecode
