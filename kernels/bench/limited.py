@@ -96,7 +96,7 @@ def activate_rows(rig: Rig) -> Iterator[Result]:
                 over(weights, lambda weight: rig.ops.linear(x, weight, activation=kind, out=out)),
                 len(weights),
             )
-            for kind in ("geglu_tanh", "swiglu")
+            for kind in ("geglu", "swiglu")
         ]
         yield Result(
             "activate_rows", f"Gemma 2 tokens {tokens}", times[0], 4 * outputs * inputs, peer=times[1]

@@ -384,10 +384,12 @@ int run_cache_of(const tridecode_attention_task& given, void* stream) {
                          task.out_stride % 8 == 0 && task.block_tokens % kTile == 0;
     if (aligned && task.scratch && !task.key_bias) {
       if (head_size == 64) return run_size<X, C, 64, MODE>(task, stream);
-      if (head_size == 80) return run_size<X, C, 80, MODE>(task, stream);
       if (head_size == 96) return run_size<X, C, 96, MODE>(task, stream);
-      if (head_size == 112) return run_size<X, C, 112, MODE>(task, stream);
       if (head_size == 128) return run_size<X, C, 128, MODE>(task, stream);
+      if constexpr (MODE != kLimited) {  // of no published model with windows or soft caps
+        if (head_size == 80) return run_size<X, C, 80, MODE>(task, stream);
+        if (head_size == 112) return run_size<X, C, 112, MODE>(task, stream);
+      }
       if (head_size == 256) return run_size<X, C, 256, MODE>(task, stream);
     }
   }
