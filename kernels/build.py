@@ -45,7 +45,8 @@ SPILLS = {
     "gemm_sm90_split_k_8bit.cu": 16,
     "gemm_sm90_stream_k.cu": 16,
     "product_chain_sm90a.cu": 28,
-    "sampling.cu": 32,
+    "sampling.cu": 8,
+    "verify.cu": 32,
 }
 
 

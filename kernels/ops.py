@@ -241,28 +241,31 @@ class Ops(Protocol):
         int32 and log_probs: (R,) float32, written for every other row; log_probs is 0 unless
         return_log_probs is set.
 
-        Parameters are fields of sampling_state.h. In this order: in slots that are `masked`, ids whose bits
-        in the slot's mask are 0 become impossible, and so do the last ids of matching bad words; logits are
-        divided by temperature (0: not divided); ids with counts > 0 get the repetition penalty (x < 0: x * r,
-        else x / r), then minus presence, minus frequency * count; all of end_ids are impossible while
-        generated < min_tokens; log_probs is the log-softmax, over the whole vocabulary, of these logits, in
-        which impossible ids have no probability. top_k 1 or temperature 0 is greedy: the largest logit,
-        lowest id first. Otherwise: ids below the largest logit + log(min_p) are dropped (min_p 0 drops none),
-        and those below the top_k-th largest logit (ties stay; top_k 0 drops none), then the smallest set of
-        most likely ids whose probability within the rest reaches top_p_now is kept (ties stay), and of these
-        the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4)
-        of Philox-4x32-10 with the halves of seed as key, the low one first, and counter (id / 4, generated,
-        0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there float32 is precise enough). The
-        answer thus depends only on the sequence itself. Where the largest logit is +inf, or one is NaN, the
-        token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN. log_prob is then 0, and the
-        state continues as if id 0 had been drawn.
+        Parameters are fields of sampling_state.h. In this order: biases are added to the logits of their ids;
+        in slots that are `masked`, ids whose bits in the slot's mask are 0 become impossible, and so do the
+        last ids of matching bad words, and each id that would complete a second occurrence of
+        no_repeat_ngram_size ids of the history (0: none); logits are divided by temperature (0: not divided);
+        ids with counts > 0 get the repetition penalty (x < 0: x * r, else x / r), then minus presence, minus
+        frequency * count; all of end_ids are impossible while generated < min_tokens; log_probs is the log-
+        softmax, over the whole vocabulary, of these logits, in which impossible ids have no probability.
+        top_k 1 or temperature 0 is greedy: the largest logit, lowest id first. Otherwise: ids below the
+        largest logit + log(min_p) are dropped (min_p 0 drops none), and those below the top_k-th largest
+        logit (ties stay; top_k 0 drops none), then the smallest set of most likely ids whose probability
+        within the rest reaches top_p_now is kept (ties stay), then the set of the ids whose logit is nearest
+        to the mean logit of what is left, whose probability within that reaches typical_p (ties stay; 1 drops
+        none), and of these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's
+        seed: word (id % 4) of Philox-4x32-10 with the halves of seed as key, the low one first, and counter
+        (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there float32 is
+        precise enough). The answer thus depends only on the sequence itself. Where the largest logit is +inf,
+        or one is NaN, the token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN. log_prob is
+        then 0, and the state continues as if id 0 had been drawn.
 
-        Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
-        history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with
-        top_p_decay < 1, top_p_now = top_p if t is top_p_reset_id, else
-        max(top_p_now * top_p_decay, top_p_min).
-        Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
-        draw.
+        Then, for the token t: last_tokens = t; generated += 1; with bad words or n-grams, history grows by t
+        (a full history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with
+        top_p_decay < 1, top_p_now = top_p if t is top_p_reset_id, else max(top_p_now * top_p_decay,
+        top_p_min).
+        Sources: FasterTransformer's sampling layers for the order; Meister et al. 2022 for typical_p; Gumbel
+        1954 and Salmon et al. 2011 for the draw.
         """
         ...
 

@@ -36,11 +36,25 @@ def is_penalised(records: np.ndarray) -> np.ndarray:
     )
 
 
+def needs_history(records: np.ndarray) -> np.ndarray:
+    """Return which rows need the history of their sequence."""
+    return (records["num_bad_words"] > 0) | (records["no_repeat_ngram_size"] > 0)
+
+
 def _is_divided(records: np.ndarray) -> np.ndarray:
     return (records["temperature"] != 0) & (records["temperature"] != 1)
 
 
 # ------------------------------------------------------------ rules that change logits
+
+
+def _add_biases(x: Tensor, rows: SlotRows) -> None:
+    ids, bits = rows.state.biases[rows.slots].unbind(-1)
+    columns = ids.long() - rows.first_id
+    is_here = torch.arange(ids.shape[1], device=x.device) < rows.column("num_biases")
+    is_here &= (columns >= 0) & (columns < x.shape[1])
+    values = bits.contiguous().view(torch.float32)
+    x.scatter_add_(1, torch.where(is_here, columns, 0), torch.where(is_here, values, 0.0))
 
 
 def _mask(x: Tensor, rows: SlotRows) -> None:
@@ -66,6 +80,21 @@ def _ban_words(x: Tensor, rows: SlotRows) -> None:
     is_met = is_last | ((following <= length) & (history[rows.slots[:, None], at] == ids))
     misses = torch.zeros_like(ids).scatter_add_(1, word, (is_used & ~is_met).long())
     _exclude(x, ids, is_used & is_last & (misses.gather(1, word) == 0), rows)
+
+
+def _ban_repeats(x: Tensor, rows: SlotRows) -> None:
+    """Exclude the last id of each n-gram of the history whose other ids end the history."""
+    history, size = rows.state.history[rows.slots], rows.column("no_repeat_ngram_size").long()
+    length, most = rows.column("history_length").long(), history.shape[1]
+    begins = torch.arange(most, device=x.device)[None]
+    is_met = (size > 0) & (begins + size <= length)
+
+    def at(places: Tensor) -> Tensor:
+        return history.gather(1, places.clamp(0, most - 1).expand(len(x), -1))
+
+    for place in range(int(rows.records["no_repeat_ngram_size"].max()) - 1):
+        is_met &= (place >= size - 1) | (at(begins + place) == at(length - size + 1 + place))
+    _exclude(x, at(begins + size - 1).long(), is_met, rows)
 
 
 def _divide(x: Tensor, rows: SlotRows) -> None:
@@ -106,8 +135,10 @@ class LogitRule:
 
 
 LOGIT_RULES = {
+    "biases": LogitRule(lambda records: records["num_biases"] > 0, _add_biases),
     "mask": LogitRule(lambda records: records["masked"] != 0, _mask),
     "bad words": LogitRule(lambda records: records["num_bad_words"] > 0, _ban_words),
+    "n-grams": LogitRule(lambda records: records["no_repeat_ngram_size"] > 0, _ban_repeats),
     "temperature": LogitRule(_is_divided, _divide),
     "penalties": LogitRule(is_penalised, _penalise),
     "min_tokens": LogitRule(lambda records: records["min_tokens"] > 0, _hold_back_ends),
@@ -148,13 +179,16 @@ class Search(Protocol):
         """Return the counts[row]-th largest value of each row; counts: (n,) int64 in 1 .. vocab_size - 1."""
         ...
 
-    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
-        """Return the largest value v such that the softmax of the kept values, summed from the largest down
-        to v, reaches shares[row], or the smallest kept value.
+    def nucleus(self, x: Tensor, weights: Tensor, shares: np.ndarray) -> Tensor:
+        """Return the largest value v of each row such that the weights of the values from the largest down to
+        v reach shares[row] of the row's weights, or the smallest value with a weight.
 
-        kept: (n, C) bool. largest: (n,), of each row over all ranks.
-        shares: (n,) float32.
+        weights: (n, C) float64, 0 for values that are not considered. shares: (n,) float32.
         """
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks of (n,) float64."""
         ...
 
 
@@ -168,32 +202,62 @@ class Choice:
     records: np.ndarray  # (n,)
     search: Search
 
+    def weights(self) -> Tensor:
+        """Return (n, C) float64: the kept ids' probabilities, times a factor of the row; 0 for the others."""
+        weights = (self.x.double() - self.largest.double()[:, None]).exp_()
+        return weights.masked_fill_(~self.kept, 0.0).nan_to_num_(0.0)
+
 
 @dataclass(frozen=True)
 class KeepRule:
-    """acts(records, vocab_size): (n,) bool. bound(choice): (n,), the smallest logit that is kept."""
+    """acts(records, vocab_size): (n,) bool. keeps(choice): (n, C) bool, the ids that it keeps."""
 
     acts: Callable[[np.ndarray, int], np.ndarray]
-    bound: Callable[[Choice], Tensor]
+    keeps: Callable[[Choice], Tensor]
+
+
+def _at_least(bound: Callable[[Choice], Tensor]) -> Callable[[Choice], Tensor]:
+    """Return the rule that keeps the logits from a bound (n,) on."""
+    return lambda choice: choice.x >= bound(choice)[:, None]
+
+
+def _typical(choice: Choice) -> Tensor:
+    """Keep the ids whose information content, -log p, is nearest to the entropy, until their probability
+    reaches typical_p. The difference of the two is the distance of a logit from the mean logit.
+
+    Source: Meister et al. 2022; agrees with transformers' TypicalLogitsWarper.
+    """
+    weights, search = choice.weights(), choice.search
+    depth = (choice.largest.float()[:, None] - choice.x).masked_fill(
+        ~choice.kept, 0.0
+    )  # float32, of kept ids
+    mean = search.total((weights * depth.double()).sum(1)) / search.total(weights.sum(1))
+    nearness = -(depth - mean.float()[:, None]).abs()
+    return nearness >= search.nucleus(nearness, weights, choice.records["typical_p"])[:, None]
 
 
 KEEP_RULES = {
     "min_p": KeepRule(
         lambda records, size: records["min_p"] > 0,
-        lambda choice: (
-            choice.largest.float() + torch.from_numpy(np.log(choice.records["min_p"])).to(choice.x.device)
+        _at_least(
+            lambda choice: (
+                choice.largest.float() + torch.from_numpy(np.log(choice.records["min_p"])).to(choice.x.device)
+            )
         ),
     ),
     "top_k": KeepRule(
         lambda records, size: (records["top_k"] > 0) & (records["top_k"] < size),
-        lambda choice: choice.search.kth_largest(choice.x, choice.records["top_k"].astype(np.int64)),
+        _at_least(
+            lambda choice: choice.search.kth_largest(choice.x, choice.records["top_k"].astype(np.int64))
+        ),
     ),
     "top_p": KeepRule(
         lambda records, size: records["top_p_now"] < 1,
-        lambda choice: choice.search.nucleus(
-            choice.x, choice.kept, choice.largest, choice.records["top_p_now"]
+        _at_least(
+            lambda choice: choice.search.nucleus(choice.x, choice.weights(), choice.records["top_p_now"])
         ),
     ),
+    "typical_p": KeepRule(lambda records, size: records["typical_p"] < 1, _typical),
 }
 
 
@@ -208,7 +272,7 @@ def kept_ids(x: Tensor, largest: Tensor, records: np.ndarray, search: Search) ->
         if len(some):
             index = torch.from_numpy(some).to(x.device)
             part = Choice(x[index], kept[index], largest[index], records[some], search)
-            kept[index] = part.kept & (part.x >= rule.bound(part)[:, None])
+            kept[index] = part.kept & rule.keeps(part)
     return kept
 
 
@@ -222,13 +286,17 @@ class WholeRows:
         index = torch.from_numpy(counts).to(x.device)[:, None] - 1
         return x.topk(int(counts.max()), dim=-1).values.gather(1, index)[:, 0]
 
-    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
+    def nucleus(self, x: Tensor, weights: Tensor, shares: np.ndarray) -> Tensor:
         found = []
-        for row, is_kept, share in zip(x, kept, shares.tolist()):
-            values = row[is_kept].sort(descending=True).values
-            mass = torch.softmax(values.double(), 0).cumsum(0)
-            found.append(values[min(int((mass < share).sum()), len(values) - 1)])
+        for row, mass, share in zip(x, weights, shares.tolist()):
+            order = row.masked_fill(mass == 0, -torch.inf).argsort(descending=True)
+            reached = mass[order].cumsum(0)
+            most = int((mass > 0).sum()) - 1
+            found.append(row[order[min(int((reached < share * reached[-1]).sum()), most)]])
         return torch.stack(found)
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
 
 
 # ------------------------------------------------------------ the state after a token
@@ -242,9 +310,10 @@ def remember(rows: SlotRows, tokens: Tensor) -> None:
     state, slots, records = rows.state, rows.slots, rows.records
     state.last_tokens[slots] = tokens.to(state.last_tokens.dtype)
     state.column("generated")[slots] += 1
-    if (records["num_bad_words"] > 0).any():
+    if needs_history(records).any():
         lengths, size = rows.column("history_length")[:, 0], state.history.shape[1]
-        grows = (rows.column("num_bad_words")[:, 0] > 0) & (lengths < size)
+        grows = (rows.column("num_bad_words") > 0) | (rows.column("no_repeat_ngram_size") > 0)
+        grows = grows[:, 0] & (lengths < size)
         at = slots, lengths.long().clamp(max=size - 1)
         state.history[at] = torch.where(grows, tokens.to(state.history.dtype), state.history[at])
         state.column("history_length")[slots] = lengths + grows

@@ -19,6 +19,8 @@ BROKEN_LOGITS, NO_TOKEN = -1, -2
 MOST_COUNTED = 32_767  # maximum count of a token for penalties
 #: maximum number of draft tokens after a sequence's newest token
 MOST_DRAFTS = 15
+#: maximum number of token ids of a sequence whose logits have a bias
+MOST_BIASES = 1024
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,16 @@ class SamplingState:
     slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32. lengths: (S,) int32, tokens
     of the sequence in the cache, maintained only by `verify`: otherwise plans have them. drafts: (S,
     MOST_DRAFTS) int32, draft tokens after last_tokens, proposed by a drafter on the device. history: (S, L)
-    int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16, occurrences of each id
-    in prompt and output, kept only for slots with penalties. bad_ids, bad_ends: (S, W) int32: ids of all bad
-    words, concatenated, and their cumulative ends. masks: (S, W) int32, bit id % 32 of word id // 32 is set
-    for each possible id of the whole vocabulary, read only for slots that are `masked`; the address never
-    changes, so a step may be a CUDA graph. A slot's mask is that of its next token: a slot start writes one
-    that holds for all tokens, and before each step of a sequence that obeys a grammar the step's masks
-    replace it (engine/parts/masks.py); where a request has several such limits, the host ANDs them. started:
-    (S,) SLOT records on the host, copies of the slots when their sequences started. Parameters equal those on
-    the device; columns that sampling changes are stale.
+    int32, prompt and output, kept only for slots with bad words or n-grams that must not repeat. counts: (S,
+    V) int16, occurrences of each id in prompt and output, kept only for slots with penalties. bad_ids,
+    bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends. biases: (S,
+    MOST_BIASES, 2) int32, pairs of an id and the bits of a float32; ids of a slot differ. masks: (S, W)
+    int32, bit id % 32 of word id // 32 is set for each possible id of the whole vocabulary, read only for
+    slots that are `masked`; the address never changes, so a step may be a CUDA graph. A slot's mask is that
+    of its next token: a slot start writes one that holds for all tokens, and before each step of a sequence
+    that obeys a grammar the step's masks replace it (engine/parts/masks.py); where a request has several such
+    limits, the host ANDs them. started: (S,) SLOT records on the host, copies of the slots when their
+    sequences started. Parameters equal those on the device; columns that sampling changes are stale.
     """
 
     slots: Tensor
@@ -49,6 +52,7 @@ class SamplingState:
     bad_ids: Tensor
     bad_ends: Tensor
     masks: Tensor
+    biases: Tensor
     started: np.ndarray = None  # type: ignore[assignment]  # the default: read from slots
 
     def __post_init__(self) -> None:
@@ -71,7 +75,7 @@ class SamplingState:
         vocab_size: columns of this rank's logits. whole_vocab_size: ids of all ranks; None: the same.
         """
         neutral = np.zeros(slots, SLOT)
-        for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "repetition_penalty"):
+        for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "typical_p", "repetition_penalty"):
             neutral[name] = 1
         neutral["end_ids"] = neutral["top_p_reset_id"] = -1
 
@@ -88,6 +92,7 @@ class SamplingState:
             bad_ids=zeros(max_bad_word_tokens),
             bad_ends=zeros(max_bad_word_tokens),
             masks=zeros(mask_words(whole_vocab_size or vocab_size)),
+            biases=zeros(2 * MOST_BIASES).view(slots, MOST_BIASES, 2),
             started=neutral.copy(),
         )
 

@@ -49,6 +49,13 @@ CACHE_USES = ("on", "write", "off")
 MAX_SALT_BYTES = 256
 _BEAMS = Range(1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
 _RETURNED = Range(0, MAX_BEAMS, f"0 (every beam, else 1) to {MAX_BEAMS}")
+#: longest n-gram of `no_repeat_ngram_size`
+MAX_NGRAM = 64
+_NGRAM = Range(0, MAX_NGRAM, f"0 (off) to {MAX_NGRAM}")
+#: token ids of `logit_bias`; kernels/sampling_state.py has as many columns
+MAX_BIASES = 1024
+#: a larger bias has the same effect, and logits stay finite
+MAX_BIAS = 1e9
 _EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
 _EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) or 2 (never)")
 
@@ -57,15 +64,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sampling parameters of one sequence. All doors use these names; `check` compares values with the
     ranges.
 
-    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
-    penalty, min_tokens, min-p, top-k, then top-p within what min-p and top-k left. `top_k == 1` or a
-    temperature below GREEDY_BELOW is greedy. min-p goes before top-k and top-p as in vLLM; in
-    transformers it comes last. Both orders keep the same tokens unless top_p is below 1: min-p and top-k are
-    bounds on the logits and commute.
+    The order of operations is FasterTransformer's: biases, bad words and n-grams, temperature, repetition /
+    presence / frequency penalty, min_tokens, min-p, top-k, top-p within what min-p and top-k left, then
+    typical-p within what top-p left. `top_k == 1` or a temperature below GREEDY_BELOW is greedy. Biases are
+    added to the model's own logits, as in vLLM and TensorRT-LLM. min-p goes before top-k and top-p as in
+    vLLM; in transformers it comes after them. Both orders keep the same tokens unless top_p is below 1:
+    min-p and top-k are bounds on the logits and commute. typical-p comes last, as in transformers.
 
-    beam_width above 1 selects beam search (beams.py), in which top_k, top_p, min_p and seed have no effect.
-    Otherwise num_return_sequences is the number of sequences sampled from one prompt; sample i equals the
-    answer of a request with the seed plus i, modulo 2**64.
+    beam_width above 1 selects beam search (beams.py), in which top_k, top_p, min_p, typical_p and seed have
+    no effect. Otherwise num_return_sequences is the number of sequences sampled from one prompt; sample i
+    equals the answer of a request with the seed plus i, modulo 2**64.
     """
 
     max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
@@ -74,6 +82,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
     top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
     min_p: Annotated[float, "drop tokens below this share of the largest probability; 0: none", _SHARE] = 0.0
+    typical_p: Annotated[
+        float,
+        "keep the tokens with the most typical information content, of this total probability; 1: all",
+        _FRACTION,
+    ] = 1.0
     top_p_decay: Annotated[
         float, "`top_p` is multiplied by this after each token, without top-k", _FRACTION
     ] = 1.0
@@ -86,6 +99,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         float, "subtracted once from the logit of each token that has occurred", _PENALTY
     ] = 0.0
     frequency_penalty: Annotated[float, "subtracted from a token's logit per occurrence", _PENALTY] = 0.0
+    no_repeat_ngram_size: Annotated[
+        int, "no sequence of this many tokens occurs twice in prompt and answer; 0: off", _NGRAM
+    ] = 0
+    logit_bias: Annotated[dict[int, float], "added to the logit of each of these token ids"] = {}
     count_prompt: Annotated[bool, "the penalties count tokens of the prompt, too"] = True
     seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
     beam_width: Annotated[int, "beams of a beam search; 1: none", _BEAMS] = 1
@@ -197,6 +214,8 @@ def check(params: SamplingParams) -> str | None:
             return f"{name} is {value}; wanted {wanted}"
     if len(params.end_ids) > MAX_END_IDS:
         return f"end_id and more_end_ids are {len(params.end_ids)} tokens; wanted {MAX_END_IDS} at most"
+    if params.logit_bias and (complaint := _bias_fault(params.logit_bias)):
+        return complaint
     if params.cache not in CACHE_USES:
         return f"cache is {params.cache[:40]!r}; wanted one of {', '.join(CACHE_USES)}"
     if (salt_bytes := len(params.cache_salt.encode("utf-8", "surrogatepass"))) > MAX_SALT_BYTES:
@@ -205,6 +224,15 @@ def check(params: SamplingParams) -> str | None:
         found = f"num_return_sequences is {params.num_return_sequences}"
         return f"{found}; wanted at most beam_width, {params.beam_width}"
     return _pooling_fault(params) if params.pooling else None
+
+
+def _bias_fault(biases: dict[int, float]) -> str | None:
+    if len(biases) > MAX_BIASES:
+        return f"logit_bias has {len(biases):,} token ids; wanted {MAX_BIASES:,} at most"
+    for token, value in biases.items():
+        if not -MAX_BIAS <= value <= MAX_BIAS:  # a NaN compares false
+            return f"logit_bias of token id {token} is {value}; wanted a number from -1e9 to 1e9"
+    return None
 
 
 def _pooling_fault(params: SamplingParams) -> str | None:

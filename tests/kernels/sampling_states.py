@@ -45,8 +45,8 @@ def random_state(
     top_ks: Sequence[int] = (0, 0, 1, 2, 5, 40),
     **always: Any,
 ) -> SamplingState:
-    """Slots with every setting mixed, a history, counts of it and bad words. top_ks: besides the largest
-    ones. always: columns of all slots."""
+    """Slots with every setting mixed, a history, counts of it, bad words and biases. top_ks: besides the
+    largest ones. always: columns of all slots."""
     state = SamplingState.allocate(SLOTS, HISTORY, vocab, 8, device)
     for slot in range(rows):
         ks = [*top_ks, vocab - 1, vocab, vocab + 9]
@@ -54,6 +54,8 @@ def random_state(
             "top_k": int(random.choice(ks)),
             "top_p": float(random.choice([1.0, 0.0, 0.1, 0.5, 0.9, 0.999])),
             "min_p": float(random.choice([0.0, 0.0, 0.02, 0.4, 1.0])),
+            "typical_p": float(random.choice([1.0, 1.0, 0.2, 0.95])),
+            "no_repeat_ngram_size": int(random.choice([0, 0, 1, 2, 3])),
             "temperature": float(random.choice([0.0, 0.3, 1.0, 1.7])),
             "repetition_penalty": float(random.choice([1.0, 1.3, 0.8])),
             "presence_penalty": float(random.choice([0.0, 0.4])),
@@ -87,7 +89,17 @@ def random_state(
             flat = [token for word in words for token in word]
             state.bad_ids[slot, : len(flat)] = torch.tensor(flat, dtype=torch.int32)
             state.bad_ends[slot, : len(ends)] = torch.from_numpy(ends.astype(np.int32))
+        if random.integers(0, 2):
+            add_biases(state, slot, random.permutation(vocab)[:40], random)
     return state
+
+
+def add_biases(state: SamplingState, slot: int, ids: np.ndarray, random: np.random.Generator) -> None:
+    """Give the ids of a slot random biases."""
+    values = random.normal(0, 3, len(ids)).astype(np.float32)
+    pairs = np.stack([ids.astype(np.int32), values.view(np.int32)], 1)
+    state.biases[slot, : len(ids)] = torch.from_numpy(pairs).to(state.biases.device)
+    state.column("num_biases")[slot] = len(ids)
 
 
 def cloned(state: SamplingState, share: VocabShare | None = None) -> SamplingState:

@@ -121,6 +121,7 @@ def one_setting(rank: int, world: int, exchange) -> str:
     """Rows of one kind at a time, with listed candidates or without."""
     held, wrong = Rank(rank, world, exchange), []
     kinds = [dict(top_k=k, top_p=p) for k, p in ((0, 0.9), (0, 0.05), (50, 1.0), (50, 0.8), (1500, 0.95))]
+    kinds += [dict(top_k=k, top_p=1.0, min_p=0.0, typical_p=0.6) for k in (0, 50)]
     for number, kind in enumerate([*kinds, dict(top_k=1), dict(top_k=0, top_p=1.0)]):
         for scale in (0.01, 2.0):
             random = np.random.default_rng(number)
@@ -153,6 +154,7 @@ def special_numbers(rank: int, world: int, exchange) -> str:
             state = random_state(CPU, vocab, SLOTS, random, TOP_KS, **kind)
             state.column("num_bad_words")[:] = 0
             state.column("min_tokens")[:] = 0
+            state.column("no_repeat_ngram_size")[:] = 0
             wrong.append(held.compare(logits, list(range(SLOTS)), state))
             found = held.shared(
                 cut(logits[12:34].to(held.device), held.share(vocab)),

@@ -178,6 +178,7 @@ def check_results(
         "bad_ids",
         "bad_ends",
         "masks",
+        "biases",
     ):
         found, wanted = getattr(state, name).cpu(), getattr(case.after, name)
         assert torch.equal(found, wanted), (name, (found != wanted).nonzero()[:5].tolist())
@@ -209,8 +210,10 @@ def test_rows_keep_what_one_token_a_step_gives(place: Place, vocab: int, queries
         {"min_tokens": 7, "temperature": 1.3, "top_k": 40},
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0},
         {"num_bad_words": 3, "top_k": 1},
+        {"no_repeat_ngram_size": 2, "top_k": 1},
+        {"typical_p": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0},
     ],
-    ids=["penalties", "decay", "min_tokens", "whole vocabulary", "bad words"],
+    ids=["penalties", "decay", "min_tokens", "whole vocabulary", "bad words", "n-grams", "typical"],
 )
 def test_each_rule_counts_the_tokens_before_it_in_the_row(place: Place, always: dict):
     """A vocabulary of few ids, so that tokens of a row repeat and match bad words."""

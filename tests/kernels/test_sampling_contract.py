@@ -19,10 +19,13 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from tests.kernels.conftest import Place
@@ -38,7 +41,10 @@ DRAWS = 448  # draws per case, each with its own seed
 LOGITS = np.random.default_rng(7).normal(0, 1.6, VOCAB).astype(np.float32)
 BEST, SECOND, THIRD = np.argsort(-LOGITS)[:3].tolist()
 PROMPT, OUTPUT = [3, THIRD, THIRD, SECOND, 3], [THIRD, 5]
-ORDER = ("bad words", "temperature", "penalties", "min_tokens", "min_p", "top_k", "top_p")
+ORDER = (
+    "biases", "bad words", "n-grams", "temperature", "penalties", "min_tokens", "min_p", "top_k", "top_p",
+    "typical_p",
+)  # fmt: skip
 
 
 @dataclass
@@ -53,6 +59,20 @@ class State:
     @property
     def history(self) -> list[int]:
         return self.prompt + self.output
+
+
+def _biases(state: State) -> None:
+    for token, bias in state.params.logit_bias.items():
+        state.logits[token] += bias
+
+
+def _n_grams(state: State) -> None:
+    """Exclude the ids that end an n-gram which the history has already."""
+    size, history = state.params.no_repeat_ngram_size, state.history
+    if size:
+        grams = [history[at : at + size] for at in range(len(history) - size + 1)]
+        ending = history[len(history) - size + 1 :]
+        state.logits[[gram[-1] for gram in grams if gram[:-1] == ending]] = -np.inf
 
 
 def _bad_words(state: State) -> None:
@@ -98,14 +118,31 @@ def _top_p(state: State) -> None:
     state.logits[order[before >= state.params.top_p]] = -np.inf
 
 
+def _typical_p(state: State) -> None:
+    """Keep the ids with the most typical information content, of probability typical_p in total."""
+    if state.params.typical_p == 1:
+        return
+    mass = np.exp(state.logits - state.logits.max())
+    mass /= mass.sum()
+    content = -np.log(mass, where=mass > 0, out=np.full(VOCAB, -np.inf))
+    distance = np.abs(content - (mass[mass > 0] * content[mass > 0]).sum())
+    distance[mass == 0] = np.inf
+    order = np.argsort(distance)
+    before = np.concatenate([[0], np.cumsum(mass[order])[:-1]])
+    state.logits[order[before >= state.params.typical_p]] = -np.inf
+
+
 RULES = {
+    "biases": _biases,
     "bad words": _bad_words,
+    "n-grams": _n_grams,
     "temperature": _temperature,
     "penalties": _penalties,
     "min_tokens": _min_tokens,
     "min_p": _min_p,
     "top_k": _top_k,
     "top_p": _top_p,
+    "typical_p": _typical_p,
 }
 
 
@@ -214,8 +251,33 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]]
         swapped("min_tokens", "top_k"),
     ),
     "penalties before top-k": (params(presence_penalty=2.0, top_k=4), swapped("penalties", "top_k")),
+    "biases": (params(logit_bias={BEST: -3.0, 17: 4.0, 0: 0.5}), params(logit_bias={BEST: -3.0})),
+    "biases before temperature": (
+        params(logit_bias={17: 4.0, 3: -2.0}, temperature=2.5),
+        swapped("biases", "temperature"),
+    ),
+    "biases before penalties": (
+        params(logit_bias={SECOND: 2.0}, repetition_penalty=1.8),
+        swapped("biases", "penalties"),
+    ),
+    "biases before top-k": (params(logit_bias={17: 5.0, BEST: -5.0}, top_k=5), swapped("biases", "top_k")),
+    "a bias does not lift a bad word": (params(logit_bias={4: 50.0}, bad_words=[[4]]), None),
+    "n-grams of 1": (params(no_repeat_ngram_size=1), params()),
+    "n-grams of 2": (params(no_repeat_ngram_size=2), None),
+    "n-grams longer than the history": (params(no_repeat_ngram_size=9), None),
+    "n-grams before top-k": (params(no_repeat_ngram_size=1, top_k=4), swapped("n-grams", "top_k")),
+    "typical-p": (params(typical_p=0.5), params(top_p=0.5)),
+    "typical-p that drops the likeliest": (params(typical_p=0.3), params(typical_p=0.6)),
+    "typical-p after temperature": (
+        params(typical_p=0.4, temperature=2.5),
+        swapped("typical_p", "temperature"),
+    ),
+    "typical-p after top-k": (params(typical_p=0.6, top_k=6), swapped("typical_p", "top_k")),
+    "typical-p after top-p": (params(typical_p=0.6, top_p=0.8), swapped("typical_p", "top_p")),
+    "typical-p after min-p": (params(typical_p=0.6, min_p=0.1), swapped("typical_p", "min_p")),
     "everything": (
         params(
+            logit_bias={BEST: -1.0, 9: 1.5}, no_repeat_ngram_size=2, typical_p=0.9,
             bad_words=[[2], [THIRD, 5, 6]], temperature=1.4, repetition_penalty=1.3, presence_penalty=0.6,
             frequency_penalty=0.3, min_tokens=5, end_id=BEST, top_k=12, top_p=0.85,
         ),
@@ -264,6 +326,10 @@ class _Penalties(LogitsProcessor):
 def processors(given: SamplingParams) -> LogitsProcessorList:
     """Return transformers' processors for the parameters, in FasterTransformer's order."""
     found: list = []
+    if given.logit_bias:
+        found.append(SequenceBiasLogitsProcessor([[[id], bias] for id, bias in given.logit_bias.items()]))
+    if given.no_repeat_ngram_size:
+        found.append(NoRepeatNGramLogitsProcessor(given.no_repeat_ngram_size))
     if given.bad_words:
         found.append(NoBadWordsLogitsProcessor(given.bad_words))
     found.append(TemperatureLogitsWarper(given.temperature))
@@ -276,6 +342,8 @@ def processors(given: SamplingParams) -> LogitsProcessorList:
         found.append(TopKLogitsWarper(given.top_k))
     if given.top_p < 1:
         found.append(TopPLogitsWarper(given.top_p))
+    if given.typical_p < 1:
+        found.append(TypicalLogitsWarper(given.typical_p))
     return LogitsProcessorList(found)
 
 
@@ -302,7 +370,7 @@ def test_min_p_and_top_k_keep_the_same_ids_in_either_order(top_k: int, min_p: fl
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_are_of_the_whole_vocabulary_after_temperature_and_penalties(place: Place, name: str):
     given, _ = CASES[name]
-    wanted = exact(given, order=ORDER[:4])
+    wanted = exact(given, order=ORDER[: ORDER.index("min_p")])
     values = {field: getattr(given, field) for field in given.__struct_fields__}
     cases = [SamplingParams(**{**values, "seed": seed, "return_log_probs": True}) for seed in range(16)]
     tokens, log_probs = sample(place, make_state(place, cases), list(range(16)))
@@ -314,8 +382,8 @@ def test_greedy_takes_the_likeliest_under_every_rule(place: Place):
         values = {field: getattr(given, field) for field in given.__struct_fields__}
         greedy = [SamplingParams(**{**values, "top_k": 1}), SamplingParams(**{**values, "temperature": 0.0})]
         tokens, _ = sample(place, make_state(place, greedy), [0, 1])
-        warm = exact(SamplingParams(**{**values, "top_k": 0, "top_p": 1.0}))
-        cold = exact(SamplingParams(**{**values, "top_k": 0, "top_p": 1.0, "temperature": 1.0}))
+        free = {**values, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
+        warm, cold = exact(SamplingParams(**free)), exact(SamplingParams(**{**free, "temperature": 1.0}))
         assert tokens == [int(warm.argmax()), int(cold.argmax())]
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
+import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
@@ -79,11 +80,20 @@ class LoopRunner:
     """Runs requests through the decode loop of a loaded engine.
 
     rate: arrivals per second, with exponentially distributed intervals determined by seed; 0: all at once.
-    grammars: of the engine, for `generate` with structured outputs.
+    grammars: of the engine, for `generate` with structured outputs. params: of every request, besides its
+    length and its use of the cache.
     """
 
-    def __init__(self, engine: Engine, rate: float = 0.0, seed: int = 0, grammars: Grammars | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        rate: float = 0.0,
+        seed: int = 0,
+        grammars: Grammars | None = None,
+        params: m.SamplingParams | None = None,
+    ):
         self.engine, self._rate, self._seed = engine, rate, seed
+        self._params = params or m.SamplingParams()
         self.scheduler = Scheduler(limits_of(engine), time.monotonic, grammars=grammars)
         self._run: Run | None = None
 
@@ -102,7 +112,9 @@ class LoopRunner:
         submits = []
         for number, (prompt, length) in enumerate(zip(prompts, lengths)):
             # rounds repeat their prompts, and each is to compute them
-            params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id, cache="off")
+            params = msgspec.structs.replace(
+                self._params, max_tokens=length, min_tokens=length, end_id=end_id, cache="off"
+            )
             ids = np.asarray(prompt, np.int32).tobytes()
             output = outputs[number] if outputs else None
             submits.append(m.Submit(number, [m.SequenceRequest(ids, params, structured_output=output)]))

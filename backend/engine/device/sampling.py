@@ -31,6 +31,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     for row, start in zip(rows, starts):
         row["end_ids"][: len(start.params.end_ids)] = start.params.end_ids
     rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
+    rows["num_biases"] = [len(start.params.logit_bias) for start in starts]
     rows["top_p_now"] = [start.top_p for start in starts]
     rows["masked"] = [start.masked for start in starts]
     rows["generated"] = [start.generated for start in starts]
@@ -51,7 +52,11 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
             ends = np.cumsum([len(word) for word in params.bad_words])
             _put(state.bad_ids[slot], [token for word in params.bad_words for token in word])
             _put(state.bad_ends[slot], ends)
+        if params.bad_words or params.no_repeat_ngram_size:
             _put(state.history[slot], start.history)
+        if params.logit_bias:
+            pairs = np.array(list(params.logit_bias.items()), dtype="<i4,<f4")
+            _put(state.biases[slot], pairs.view("<i4").reshape(-1, 2))
 
 
 def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:

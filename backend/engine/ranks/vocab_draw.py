@@ -62,9 +62,12 @@ class SharedRows:
         every = self._ranks.gather(mine).movedim(0, 1).flatten(1)
         return every.topk(min(most, every.shape[1]), dim=-1).values.gather(1, wanted[:, None] - 1)[:, 0]
 
-    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
-        weights = (x.double() - largest[:, None]).exp_().masked_fill_(~kept, 0.0).nan_to_num_(0.0)
+    def nucleus(self, x: Tensor, weights: Tensor, shares: np.ndarray) -> Tensor:
         return threshold(x, weights, torch.from_numpy(shares.astype(np.float64)).to(x.device), self._ranks)
+
+    def total(self, values: Tensor) -> Tensor:
+        self._ranks.all_reduce(values)
+        return values
 
 
 def threshold(

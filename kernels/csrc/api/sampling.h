@@ -19,9 +19,10 @@ typedef struct {
   const int* bad_ids;              // (slots, bad_size)
   const int* bad_ends;             // (slots, bad_size)
   const unsigned int* masks;       // (slots, mask_words), a bit for each id of the whole vocabulary
+  const int* biases;               // (slots, bias_size, 2): an id, the bits of a float
   int* tokens;                     // (num_rows), written
   float* log_probs;                // (num_rows), written
-  int num_rows, vocab_size, history_size, bad_size, mask_words;
+  int num_rows, vocab_size, history_size, bad_size, mask_words, bias_size;
   int64_t logits_stride;
   void* scratch;           // tridecode_sample_scratch() bytes
   unsigned int* counters;  // (num_rows), zero before and after each launch
@@ -56,9 +57,10 @@ typedef struct {
   const int* bad_ids;
   const int* bad_ends;
   const unsigned int* masks;
+  const int* biases;
   int* tokens;
   float* log_probs;
-  int num_rows, vocab_size, history_size, bad_size, mask_words;
+  int num_rows, vocab_size, history_size, bad_size, mask_words, bias_size;
   int64_t logits_stride;
   void* scratch;
   unsigned int* counters;

@@ -1,4 +1,4 @@
-// The draw after min-p, top-k and top-p, of one rank and over all ranks.
+// The draw after min-p, top-k, top-p and typical-p, of one rank and over all ranks.
 #pragma once
 #include "sampling/sampling_row.cuh"
 
@@ -105,12 +105,12 @@ __device__ __forceinline__ u64 block_total(Shared& shared, u64 mine) {
   return shared.above;
 }
 
-// Draws for a row with min-p, top-k or top-p; returns the rank of the winner. each(body) calls
-// body(value, column) for all ids that may be kept. total: if total_given, the mass that top-p
-// takes as the whole.
+// Draws for a row with min-p, top-k, top-p or typical-p; returns the rank of the winner. each(body)
+// calls body(value, column) for all ids that may be kept. total: if total_given, the mass that
+// top-p takes as the whole.
 template <typename RowOf, typename Ranks, typename Each>
 __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, bool total_given,
-                    Ranks ranks, Each each) {
+                    float typical_p, Ranks ranks, Each each) {
   // impossible ids are never kept
   unsigned threshold = max(order_of(-CUDART_INF_F) + 1, row.min_p_bound(most));
   if (row.top_k > 0) {
@@ -147,9 +147,34 @@ __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, 
         });
     threshold = nucleus > threshold ? nucleus : threshold;
   }
+  // typical-p: |log p + entropy| of an id is the distance of its logit from the mean logit
+  float mean = 0.0f;  // of most - x
+  unsigned nearest = 0;
+  const auto nearness = [&](float x) { return order_of(-fabsf((most - x) - mean)); };
+  if (row.typical) {
+    u64 mass = 0, depth = 0;
+    each([&](float x, int) {
+      if (order_of(x) < threshold) return;
+      mass += mass_of(x, most);
+      depth += u64(expf(x - most) * (most - x) * 1099511627776.0f);
+    });
+    mass = ranks.total(block_total(shared, mass));
+    depth = ranks.total(block_total(shared, depth));
+    mean = float(double(depth) / double(mass));
+    const u64 wanted = max(u64(1), u64(ceil(double(typical_p) * double(mass))));
+    nearest = radix_threshold(shared, shared.masses, wanted, ranks,
+                              [&](unsigned prefix, unsigned mask, int shift) {
+                                each([&](float x, int) {
+                                  const unsigned order = nearness(x);
+                                  if (order_of(x) >= threshold && (order & mask) == prefix)
+                                    add_mass(shared.masses, order >> shift & 255, mass_of(x, most));
+                                });
+                              });
+  }
   u64 best = 0;
   each([&](float x, int column) {
     if (order_of(x) < threshold || (best && x + kMostGumbel <= value_of(best))) return;
+    if (nearest && nearness(x) < nearest) return;
     const u64 rank = rank_of(x + row.noise(column), row.id_at(column));
     best = rank > best ? rank : best;
   });
@@ -241,11 +266,12 @@ __device__ __forceinline__ double whole_mass(Sum sum, float most) {
 
 template <bool SEVERAL>
 __device__ int draw_limited(Shared& shared, const Row<false, SEVERAL>& row, const float* maxima,
-                            int segments, float most, Sum sum) {
+                            int segments, float most, Sum sum, float typical_p) {
   // top-p over the whole vocabulary: neither top-k nor min-p precedes it
   const bool alone = row.top_k == 0 && row.min_p == 0.0f;
   const double total = alone ? whole_mass(sum, most) : 0.0;
-  const int tried = alone ? kTopPSegments : row.top_k;
+  // typical-p alone needs the whole row
+  const int tried = !alone ? row.top_k : row.top_p < 1.0f ? kTopPSegments : 0;
   unsigned bound = row.min_p_bound(most);
   if (tried > 0 && tried <= segments)
     bound = max(bound, maxima_threshold(shared, maxima, segments, tried));
@@ -258,10 +284,11 @@ __device__ int draw_limited(Shared& shared, const Row<false, SEVERAL>& row, cons
         each([&](float x, int) { mine += mass_of(x, most); });
         enough = double(block_total(shared, mine)) >= ceil(double(row.top_p) * total);
       }
-      if (enough) return id_of(draw(shared, row, most, total, alone, Alone(), each));
+      if (enough) return id_of(draw(shared, row, most, total, alone, typical_p, Alone(), each));
     }
   }
-  return id_of(draw(shared, row, most, total, alone, Alone(), OfRow<Row<false, SEVERAL>>{row}));
+  return id_of(
+      draw(shared, row, most, total, alone, typical_p, Alone(), OfRow<Row<false, SEVERAL>>{row}));
 }
 
 // State of the last block of a row, first for this rank and then for all ranks. bound: ids below it
@@ -300,7 +327,7 @@ __device__ __forceinline__ Found of_all_ranks(Exchange& exchange, const Found& m
 // uses its whole row: the search does not reach ids below the bound.
 __device__ __forceinline__ Found draw_shared(Shared& shared, const Row<true>& row,
                                              const float* maxima, int segments, const Found& all,
-                                             Exchange& exchange) {
+                                             float typical_p, Exchange& exchange) {
   const bool alone = row.top_k == 0 && row.min_p == 0.0f;
   const float most = value_of(all.largest);
   const unsigned bound = max(all.bound, row.min_p_bound(most));
@@ -322,8 +349,9 @@ __device__ __forceinline__ Found draw_shared(Shared& shared, const Row<true>& ro
     listed = listed && double(mass) >= ceil(double(row.top_p) * total);
   }
   Found found = {};
-  found.winner = listed ? draw(shared, row, most, total, alone, Across{exchange}, list)
-                        : draw(shared, row, most, total, alone, Across{exchange}, of_row);
+  found.winner = listed
+                     ? draw(shared, row, most, total, alone, typical_p, Across{exchange}, list)
+                     : draw(shared, row, most, total, alone, typical_p, Across{exchange}, of_row);
   if (row.log_probs && found.winner) found.value = row.value_at(id_of(found.winner) - row.first_id);
   return of_all_ranks(exchange, found);
 }

@@ -1,13 +1,14 @@
-// The next token of each row, in one launch: mask, bad words, temperature, penalties, minimum
-// length, log-probability, then the largest logit or a draw after min-p, top-k and top-p, and the
-// update of the sequence's slot.
+// The next token of each row, in one launch: biases, mask, bad words, n-grams, temperature,
+// penalties, minimum length, log-probability, then the largest logit or a draw after min-p, top-k,
+// top-p and typical-p, and the update of the sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
 // blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw
 // from the whole vocabulary (the largest logit plus Gumbel noise) then only need the best of the
 // blocks' winners. For top-k and top-p the sweep stores the maximum of every 64 ids: the k-th
 // largest maximum is a lower bound of the k-th largest logit, so that few ids are read again. Min-p
-// keeps the logits from the largest one plus log(min_p) on, which is such a bound, too.
+// keeps the logits from the largest one plus log(min_p) on, which is such a bound, too. Typical-p
+// without any of them reads the whole row again.
 // Thresholds are found by a radix search over float32 in the order of integers; probabilities are
 // summed as integers, so that the order of additions does not matter. If the candidates do not
 // suffice, the search reads the whole row.
@@ -25,6 +26,7 @@
 // tridecode.kernels.bench sample
 #pragma once
 #include "sampling/sampling_draw.cuh"
+#include "sampling/sampling_edits.cuh"
 
 namespace tridecode {
 namespace {
@@ -37,8 +39,13 @@ __device__ __forceinline__ auto row_of(const TaskOf& task, int index, int slot) 
     return row_at<std::is_same<TaskOf, SharedTask>::value>(task, index, slot);
 }
 
+// Blocks per multiprocessor: four leave 64 registers, which do not spill.
 template <typename TaskOf>
-__global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskOf task) {
+constexpr int kLeastBlocks = std::is_same<TaskOf, SharedTask>::value ? 2 : 4;
+
+template <typename TaskOf>
+__global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
+    sample(const __grid_constant__ TaskOf task) {
   constexpr bool kShared = std::is_same<TaskOf, SharedTask>::value;
   constexpr bool kSeveral = std::is_same<TaskOf, VerifyTask>::value;
   __shared__ Shared shared;
@@ -58,8 +65,9 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   // ---- the sweep
   const int first_chunk = blockIdx.x * task.chunks_each,
             last_chunk = min(first_chunk + task.chunks_each, task.chunks);
-  if (row.bad_words || row.held_back)
-    ban_ids(task, row, index, slot, first_chunk * kChunk, last_chunk * kChunk, row.held_back);
+  if (row.edited)
+    edit_logits<kShared>(task, index, slot, first_chunk * kChunk, last_chunk * kChunk,
+                         kSeveral ? row.drafts : nullptr, kSeveral ? row.num_drafts : 0);
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   bool has_nan = false;
@@ -163,9 +171,9 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     __shared__ GatheredWords gathered;
     Exchange exchange(task.exchanges, task, index, gathered);
     Found found = {largest, winner, sum, 0, 0.0f};
-    const int tried = row.top_k > 0      ? row.top_k
-                      : row.min_p > 0.0f ? 0
-                                         : max(kTopPSegments / task.ranks, 1);
+    const int tried = row.top_k > 0                           ? row.top_k
+                      : row.min_p > 0.0f || row.top_p >= 1.0f ? 0
+                                                              : max(kTopPSegments / task.ranks, 1);
     if (limited && tried > 0 && tried <= task.segments)
       found.bound = maxima_threshold(shared, maxima, task.segments, tried);
     if (drawn && row.log_probs && winner) found.value = row.value_at(id_of(winner) - row.first_id);
@@ -173,7 +181,8 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     largest = found.largest, winner = found.winner, sum = found.sum;
     value = row.greedy ? value_of(largest) : found.value;
     if (limited && value_of(largest) < CUDART_INF_F && value_of(largest) > -CUDART_INF_F) {
-      found = draw_shared(shared, row, maxima, task.segments, found, exchange);
+      found = draw_shared(shared, row, maxima, task.segments, found, task.state[slot].typical_p,
+                          exchange);
       winner = found.winner, value = found.value;
     }
     exchange.close();
@@ -191,7 +200,9 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   } else if (drawn) {
     token = id_of(winner);
   } else {
-    if constexpr (!kShared) token = draw_limited(shared, row, maxima, task.segments, most, sum);
+    if constexpr (!kShared)
+      token =
+          draw_limited(shared, row, maxima, task.segments, most, sum, task.state[slot].typical_p);
   }
 
   // ---- the update of the slot
@@ -207,7 +218,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   task.last_tokens[slot] = token;
   Slot& s = task.state[slot];
   s.generated = row.generated + 1;
-  if (row.bad_words && s.history_length < task.history_size)
+  if (row.remembers && s.history_length < task.history_size)
     task.history[int64_t(slot) * task.history_size + s.history_length++] = token;
   const int column = token - (kShared ? task.first_id : 0);
   if (row.counts && (!kShared || (column >= 0 && column < task.vocab_size))) {

@@ -1,5 +1,5 @@
-// A row of logits for sampling: order of logits, random numbers, and the effects of temperature,
-// penalties, masks, bad words and end ids on a logit.
+// A row of logits for sampling: order of logits, random numbers, and the effects of masks,
+// temperature and penalties on a logit.
 #pragma once
 #include "sampling/sampling_exchange.cuh"
 
@@ -117,13 +117,15 @@ struct Row {
   int top_k, generated, vocab;
   int first_id;  // SHARED
   uint64_t seed;
-  bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
-  bool wide;                                             // float4 loads
+  bool greedy, log_probs, decays, typical;  // typical: typical_p is below 1
+  bool remembers;                           // bad words or n-grams need the history
+  bool edited;        // single logits change before the sweep: sampling_edits.cuh
+  bool wide;          // float4 loads
   const int* drafts;  // SEVERAL: tokens that count as sampled before this one
   int num_drafts;
 
   __device__ __forceinline__ bool limited() const {
-    return !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+    return !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f || typical);
   }
   __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
   __device__ __forceinline__ bool summed() const { return log_probs || (limited() && top_k == 0); }
@@ -210,12 +212,13 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   row.greedy = s.top_k == 1 || s.temperature == 0.0f;
   row.log_probs = s.return_log_probs;
   row.decays = s.top_p_decay < 1.0f;
-  row.bad_words = s.num_bad_words > 0;
-  row.held_back = s.generated < s.min_tokens;
+  row.remembers = s.num_bad_words > 0 || s.no_repeat_ngram_size > 0;
+  row.edited = row.remembers || s.num_biases > 0 || s.generated < s.min_tokens;
   const int every = SHARED ? task.whole_vocab_size : task.vocab_size;
   row.top_k = s.top_k > 0 && s.top_k < every ? s.top_k : 0;
   row.top_p = row.greedy ? 1.0f : s.top_p_now;
   row.min_p = row.greedy ? 0.0f : s.min_p;
+  row.typical = s.typical_p < 1.0f;
   row.seed = s.seed;
   row.wide = (SHARED || task.vocab_size % 4 == 0) && task.logits_stride % 4 == 0;
   return row;
@@ -238,53 +241,16 @@ __device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& ta
   row.top_p = first.top_p, row.min_p = first.min_p, row.top_k = first.top_k;
   row.vocab = first.vocab, row.first_id = first.first_id, row.seed = first.seed;
   row.greedy = first.greedy, row.log_probs = first.log_probs, row.decays = first.decays;
-  row.bad_words = first.bad_words, row.wide = first.wide;
+  row.remembers = first.remembers, row.edited = first.edited, row.wide = first.wide;
+  row.typical = first.typical;
   int before = 0;  // tokens of the decode row before this one; neighbouring rows have other slots
   while (before < index && before < kMostDrafts && task.slots[index - before - 1] == slot) ++before;
   row.drafts = task.token_ids + index - before + 1;
   row.num_drafts = before;
   row.generated = s.generated + before;
-  row.held_back = row.generated < s.min_tokens;
   if (row.decays && !row.greedy)
     for (int i = 0; i < before; ++i) row.top_p = decayed(s, row.top_p, row.drafts[i]);
   return row;
-}
-
-// Makes the last id of each matching bad word impossible, and the end ids while they are held back,
-// if they are in columns first .. end - 1: temperature and penalties leave minus infinity
-// unchanged.
-template <bool SHARED, bool SEVERAL>
-__device__ __forceinline__ void ban_ids(const Task& task, const Row<SHARED, SEVERAL>& row,
-                                        int index, int slot, int first, int end, bool held_back) {
-  const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
-  const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
-  const int* const history = task.history + int64_t(slot) * task.history_size;
-  const Slot& s = task.state[slot];
-  const int known = s.history_length, words = s.num_bad_words;
-  const int length = SEVERAL ? min(known + row.num_drafts, max(known, task.history_size)) : known;
-  const auto ban = [&](int id) {
-    const int column = id - (SHARED ? task.first_id : 0);
-    if (column >= first && column < end && column < task.vocab_size)
-      task.logits[index * task.logits_stride + column] = -CUDART_INF_F;
-  };
-  const auto id_before = [&](int place) {
-    if constexpr (SEVERAL) {
-      if (place >= known) return row.drafts[place - known];
-    }
-    return history[place];
-  };
-  for (int word = threadIdx.x; word < words; word += kThreads) {
-    const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
-    if (before < 0 || before > length) continue;
-    bool matches = true;
-    for (int i = 0; i < before && matches; ++i)
-      matches = id_before(length - before + i) == ids[begin + i];
-    if (matches) ban(ids[begin + before]);
-  }
-  constexpr int kEndIds = sizeof(s.end_ids) / sizeof(int);
-  if (held_back && threadIdx.x < kEndIds && s.end_ids[threadIdx.x] >= 0)
-    ban(s.end_ids[threadIdx.x]);
-  __syncthreads();
 }
 
 }  // namespace

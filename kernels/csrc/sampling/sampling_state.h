@@ -7,8 +7,10 @@
 typedef struct {
   // parameters of the request
   uint64_t seed;
-  int top_k;    // 0: the whole vocabulary; 1: greedy
-  float min_p;  // 0: off
+  int top_k;                 // 0: the whole vocabulary; 1: greedy
+  float min_p;               // 0: off
+  float typical_p;           // 1: off
+  int no_repeat_ngram_size;  // 0: off
   float top_p, top_p_decay, top_p_min;
   int top_p_reset_id;
   float temperature;  // 0: greedy
@@ -16,7 +18,7 @@ typedef struct {
   int min_tokens, return_log_probs;
   // derived from them
   int end_ids[16];  // tokens that end the sequence; -1: none
-  int num_bad_words;
+  int num_bad_words, num_biases;
   int masked;  // not 0: only the ids whose bits are set in the slot's mask are possible
   // state of the sequence
   float top_p_now;     // top_p after decay

@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(kThreads) accept(const __grid_constant__ Accep
   int16_t* const counts = task.counts + int64_t(slot) * task.vocab_size;
   const bool neutral =
       s.repetition_penalty == 1.0f && s.presence_penalty == 0.0f && s.frequency_penalty == 0.0f;
+  const bool remembers = s.num_bad_words > 0 || s.no_repeat_ngram_size > 0;
   int at = first, token = 0;
   bool goes_on = true;
   while (goes_on) {
     const int found = task.tokens[at];
     token = found < 0 ? 0 : found;
-    if (s.num_bad_words > 0 && s.history_length < task.history_size)
-      history[s.history_length++] = token;
+    if (remembers && s.history_length < task.history_size) history[s.history_length++] = token;
     if (!neutral && counts[token] < INT16_MAX) counts[token] += 1;
     if (s.top_p_decay < 1.0f) s.top_p_now = decayed(s, s.top_p_now, token);
     ++at;
@@ -56,6 +56,7 @@ int tridecode_verify(const tridecode_verify_task* given, void* stream) {
     task.last_tokens = given->last_tokens, task.history = given->history;
     task.counts = given->counts, task.bad_ids = given->bad_ids, task.bad_ends = given->bad_ends;
     task.masks = given->masks, task.mask_words = given->mask_words;
+    task.biases = given->biases, task.bias_size = given->bias_size;
     task.tokens = given->tokens, task.log_probs = given->log_probs;
     task.num_rows = given->num_rows, task.vocab_size = given->vocab_size;
     task.history_size = given->history_size, task.bad_size = given->bad_size;

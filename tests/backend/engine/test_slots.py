@@ -35,6 +35,9 @@ parameters = st.builds(
     seed=st.integers(0, 2**64 - 1),
     end_id=st.integers(-1, VOCAB - 1),
     more_end_ids=st.lists(ids, max_size=15),
+    typical_p=st.sampled_from([1.0, 0.5]),
+    no_repeat_ngram_size=st.integers(0, 3),
+    logit_bias=st.dictionaries(ids, st.floats(-4, 4, width=32), max_size=4),
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
     return_log_probs=st.booleans(),
 )
@@ -97,7 +100,7 @@ def test_a_copied_slot_draws_what_the_original_would(sequences, order, before, s
 def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> None:
     state = started(sequences)
     columns = {name for name in SLOT.names if name in SamplingParams.__struct_fields__}
-    assert len(columns) == 13, columns
+    assert len(columns) == 15, columns
     for start in sequences:
         given_values = msgspec.structs.asdict(start.params)
         for name in columns:
