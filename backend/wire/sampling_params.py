@@ -64,11 +64,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sampling parameters of one sequence. All doors use these names; `check` compares values with the
     ranges.
 
-    The order of operations is FasterTransformer's: biases, bad words and n-grams, temperature, repetition /
-    presence / frequency penalty, min_tokens, min-p, top-k, top-p within what min-p and top-k left, then
-    typical-p within what top-p left. `top_k == 1` or a temperature below GREEDY_BELOW is greedy. Biases are
-    added to the model's own logits, as in vLLM and TensorRT-LLM. min-p goes before top-k and top-p as in
-    vLLM; in transformers it comes after them. Both orders keep the same tokens unless top_p is below 1:
+    The order of operations is FasterTransformer's: biases, allowed ids, bad words and n-grams, temperature,
+    repetition / presence / frequency penalty, min_tokens, min-p, top-k, top-p within what min-p and top-k
+    left, then typical-p within what top-p left. `top_k == 1` or a temperature below GREEDY_BELOW is greedy.
+    Biases are added to the model's own logits, as in vLLM and TensorRT-LLM. min-p goes before top-k and top-p
+    as in vLLM; in transformers it comes after them. Both orders keep the same tokens unless top_p is below 1:
     min-p and top-k are bounds on the logits and commute. typical-p comes last, as in transformers.
 
     beam_width above 1 selects beam search (beams.py), in which top_k, top_p, min_p, typical_p and seed have
@@ -103,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         int, "no sequence of this many tokens occurs twice in prompt and answer; 0: off", _NGRAM
     ] = 0
     logit_bias: Annotated[dict[int, float], "added to the logit of each of these token ids"] = {}
+    allowed_token_ids: Annotated[list[int], "the only token ids that are generated, end tokens included"] = []
     count_prompt: Annotated[bool, "the penalties count tokens of the prompt, too"] = True
     seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
     beam_width: Annotated[int, "beams of a beam search; 1: none", _BEAMS] = 1

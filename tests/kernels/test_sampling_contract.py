@@ -20,6 +20,7 @@ from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -42,8 +43,8 @@ LOGITS = np.random.default_rng(7).normal(0, 1.6, VOCAB).astype(np.float32)
 BEST, SECOND, THIRD = np.argsort(-LOGITS)[:3].tolist()
 PROMPT, OUTPUT = [3, THIRD, THIRD, SECOND, 3], [THIRD, 5]
 ORDER = (
-    "biases", "bad words", "n-grams", "temperature", "penalties", "min_tokens", "min_p", "top_k", "top_p",
-    "typical_p",
+    "biases", "allowed ids", "bad words", "n-grams", "temperature", "penalties", "min_tokens", "min_p",
+    "top_k", "top_p", "typical_p",
 )  # fmt: skip
 
 
@@ -64,6 +65,11 @@ class State:
 def _biases(state: State) -> None:
     for token, bias in state.params.logit_bias.items():
         state.logits[token] += bias
+
+
+def _allowed(state: State) -> None:
+    others = set(range(VOCAB)).difference(state.params.allowed_token_ids or range(VOCAB))
+    state.logits[list(others)] = -np.inf
 
 
 def _n_grams(state: State) -> None:
@@ -134,6 +140,7 @@ def _typical_p(state: State) -> None:
 
 RULES = {
     "biases": _biases,
+    "allowed ids": _allowed,
     "bad words": _bad_words,
     "n-grams": _n_grams,
     "temperature": _temperature,
@@ -262,6 +269,15 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]]
     ),
     "biases before top-k": (params(logit_bias={17: 5.0, BEST: -5.0}, top_k=5), swapped("biases", "top_k")),
     "a bias does not lift a bad word": (params(logit_bias={4: 50.0}, bad_words=[[4]]), None),
+    "allowed ids": (params(allowed_token_ids=[SECOND, 0, 5, 23, 17, 5]), params()),
+    "allowed ids before top-k": (
+        params(allowed_token_ids=[SECOND, 0, 5, 23, 17, 8, 9], top_k=3),
+        swapped("allowed ids", "top_k"),
+    ),
+    "a bias on an id that is not allowed": (
+        params(allowed_token_ids=[SECOND, THIRD, 3], logit_bias={BEST: 9.0, 3: 2.0}),
+        None,
+    ),
     "n-grams of 1": (params(no_repeat_ngram_size=1), params()),
     "n-grams of 2": (params(no_repeat_ngram_size=2), None),
     "n-grams longer than the history": (params(no_repeat_ngram_size=9), None),
@@ -328,6 +344,8 @@ def processors(given: SamplingParams) -> LogitsProcessorList:
     found: list = []
     if given.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[id], bias] for id, bias in given.logit_bias.items()]))
+    if given.allowed_token_ids:
+        found.append(PrefixConstrainedLogitsProcessor(lambda batch, ids: given.allowed_token_ids, 1))
     if given.no_repeat_ngram_size:
         found.append(NoRepeatNGramLogitsProcessor(given.no_repeat_ngram_size))
     if given.bad_words:

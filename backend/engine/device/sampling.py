@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.masks import mask_of
 from tridecode.backend.engine.step.plan import SlotStart
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.sampling_rules import remember
@@ -33,7 +34,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
     rows["num_biases"] = [len(start.params.logit_bias) for start in starts]
     rows["top_p_now"] = [start.top_p for start in starts]
-    rows["masked"] = [start.masked for start in starts]
+    rows["masked"] = [start.masked or bool(start.params.allowed_token_ids) for start in starts]
     rows["generated"] = [start.generated for start in starts]
     rows["history_length"] = [len(start.history) for start in starts]
     slots = on_device(torch.tensor([start.slot for start in starts]), device)
@@ -54,6 +55,8 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
             _put(state.bad_ends[slot], ends)
         if params.bad_words or params.no_repeat_ngram_size:
             _put(state.history[slot], start.history)
+        if params.allowed_token_ids:
+            _put(state.masks[slot], mask_of(params.allowed_token_ids, state.masks.shape[1]))
         if params.logit_bias:
             pairs = np.array(list(params.logit_bias.items()), dtype="<i4,<f4")
             _put(state.biases[slot], pairs.view("<i4").reshape(-1, 2))

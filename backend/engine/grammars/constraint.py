@@ -9,6 +9,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.matcher import GrammarFault, TokenMatcher
+from tridecode.backend.engine.parts.masks import mask_of
 
 
 class Constraint:
@@ -18,9 +19,16 @@ class Constraint:
     is_over: the answer is complete, and the request has no token that ends it. matcher: its state.
     """
 
-    def __init__(self, matcher: TokenMatcher, words: int, model_ends: Items[int], ends: Items[int]):
+    def __init__(
+        self,
+        matcher: TokenMatcher,
+        words: int,
+        model_ends: Items[int],
+        ends: Items[int],
+        allowed: Items[int] = (),
+    ):
         """words: of a mask. model_ends: tokens that the matcher allows where the answer may end. ends: those
-        of the request.
+        of the request. allowed: the only ids that the request allows; (): all.
         """
         self.matcher = matcher
         self.mask = np.zeros(words, np.int32)
@@ -31,6 +39,7 @@ class Constraint:
         self._model_ends, self._ends = list(model_ends), list(ends)
         self._moves_ends = set(self._model_ends) != set(self._ends)
         self._bits = self.mask.view(np.uint32)
+        self._allowed = mask_of(allowed, words) if allowed else None
 
     def advance(self, tokens: list[int], cpu_limit_s: float) -> None:
         """Take the next tokens of the answer and compute the mask behind them. Does not raise.
@@ -55,18 +64,23 @@ class Constraint:
 
     def _fill(self) -> None:
         self.matcher.fill(self.mask)
-        self._place_ends()
+        self._limit()
 
     def take(self, mask: np.ndarray, fault: GrammarFault | None) -> None:
         """Take the result of GrammarCompiler.advance. mask: (W,) int32, which it keeps."""
         self.mask, self._bits, self.error = mask, mask.view(np.uint32), fault
         if fault is None:
+            self._limit()
+
+    def _limit(self) -> None:
+        """Apply the request's end tokens and its allowed ids to the grammar's mask."""
+        if self._moves_ends and self.matcher.is_accepting():
             self._place_ends()
+        if self._allowed is not None and not self.is_over:
+            self.mask &= self._allowed
 
     def _place_ends(self) -> None:
-        """Make the request's end tokens possible where the answer may end, instead of the model's."""
-        if not (self._moves_ends and self.matcher.is_accepting()):
-            return
+        """Make the request's end tokens possible, where the answer may end, instead of the model's."""
         for token in self._model_ends:
             self._bits[token // 32] &= ~np.uint32(1 << token % 32)
         for token in self._ends:

@@ -41,11 +41,13 @@ _FIRST_MASK_S = 1.0
 
 @dataclass(frozen=True)
 class Start:
-    """A sequence whose grammar is wanted. ends: ids that end it. output: its tokens so far."""
+    """A sequence whose grammar is wanted. ends: ids that end it. output: its tokens so far. allowed: the only
+    ids that its request allows; []: all."""
 
     sequence: Any
     ends: list[int]
     output: list[int]
+    allowed: list[int]
 
 
 @dataclass
@@ -237,7 +239,7 @@ class Grammars:
             self.on_ready()
 
     def _started(self, matcher: TokenMatcher, start: Start) -> Constraint:
-        constraint = Constraint(matcher.copy(), self._words, self._end_ids, start.ends)
+        constraint = Constraint(matcher.copy(), self._words, self._end_ids, start.ends, start.allowed)
         constraint.advance(start.output, _FIRST_MASK_S)
         constraint.ready = True
         return constraint

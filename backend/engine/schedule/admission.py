@@ -140,6 +140,12 @@ def fault_of(
     wrong = next((token for token in params.logit_bias if not 0 <= token < limits.vocab_size), None)
     if wrong is not None:
         return f"logit_bias has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
+    if len(params.allowed_token_ids) > limits.vocab_size:
+        found = f"allowed_token_ids has {len(params.allowed_token_ids):,} ids"
+        return f"{found}; this model has {limits.vocab_size:,}"
+    wrong = next((token for token in params.allowed_token_ids if not 0 <= token < limits.vocab_size), None)
+    if wrong is not None:
+        return f"allowed_token_ids has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
     if any(not word for word in params.bad_words):
         return "a bad word has no tokens"
     for name, words, most in (

@@ -208,7 +208,10 @@ class Scheduler:
         else:
             if wanted.structured_output is not None:
                 group.late_masks = self.limits.late_masks and self.planner.drafts is None
-                starts = [Start(one, one.params.end_ids, one.output.copy()) for one in group.sequences]
+                allowed = params.allowed_token_ids
+                starts = [
+                    Start(one, one.params.end_ids, one.output.copy(), allowed) for one in group.sequences
+                ]
                 self.grammars.want(group, wanted.structured_output, starts)
             else:
                 self._queue(group)

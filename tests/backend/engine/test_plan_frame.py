@@ -35,6 +35,7 @@ EVERY_FIELD = SamplingParams(
     min_p=0.05,
     typical_p=0.8,
     no_repeat_ngram_size=3,
+    allowed_token_ids=[1, 9, 40],
     logit_bias={4: -1.5, 9: 2.0},
     top_p_decay=0.99,
     top_p_min=0.1,

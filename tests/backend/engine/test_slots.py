@@ -38,6 +38,7 @@ parameters = st.builds(
     typical_p=st.sampled_from([1.0, 0.5]),
     no_repeat_ngram_size=st.integers(0, 3),
     logit_bias=st.dictionaries(ids, st.floats(-4, 4, width=32), max_size=4),
+    allowed_token_ids=st.just([]) | st.lists(ids, min_size=1, max_size=9),
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
     return_log_probs=st.booleans(),
 )
@@ -111,4 +112,5 @@ def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> 
         assert state.column("end_ids")[start.slot].tolist() == ends + [-1] * (MAX_END_IDS - len(ends))
         assert float(state.column("top_p_now")[start.slot]) == np.float32(start.params.top_p / 2)
         assert int(state.column("generated")[start.slot]) == start.generated
-        assert bool(state.column("masked")[start.slot]) == start.masked
+        is_masked = start.masked or bool(start.params.allowed_token_ids)
+        assert bool(state.column("masked")[start.slot]) == is_masked
