@@ -267,10 +267,13 @@ class Sequence:
 
 def no_token_error(sequence: Sequence) -> RequestError:
     """Return the error for a sequence if every id is impossible as its next token."""
-    allowed = "the grammar" if sequence.constraint is not None else "the model"
+    allowed = "allowed_token_ids" if sequence.params.allowed_token_ids else "the model"
+    if sequence.constraint is not None:
+        allowed = "the grammar"
     return RequestError(
         f"no token is possible after {len(sequence.prompt)} tokens of prompt and {len(sequence.output)} of "
-        f"output: bad words, and end ids before min_tokens, exclude every id that {allowed} allows"
+        f"output: bad words, repeated n-grams, and end ids before min_tokens, exclude every id that "
+        f"{allowed} allows"
     )
 
 

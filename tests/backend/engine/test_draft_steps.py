@@ -93,6 +93,10 @@ SAMPLED = [
     SamplingParams(max_tokens=NEW, repetition_penalty=1.5, frequency_penalty=0.3, return_log_probs=True),
     SamplingParams(max_tokens=NEW, temperature=1.5, top_k=0, min_tokens=9, end_id=7, seed=5),
     SamplingParams(max_tokens=NEW, temperature=1.0, top_k=5, bad_words=[[3], [5, 6]], seed=6),
+    SamplingParams(max_tokens=NEW, no_repeat_ngram_size=1, top_k=0, typical_p=0.8, seed=7),
+    SamplingParams(
+        max_tokens=NEW, no_repeat_ngram_size=2, logit_bias={3: 9.0, 8: 8.5}, return_log_probs=True
+    ),
 ]
 
 
@@ -100,7 +104,7 @@ SAMPLED = [
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, needs_token: bool, depth: int) -> None:
     model = make()
-    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    prompts = prompts_of([*LENGTHS, 6, 4], model.config.vocab_size)
     plain = generate(offline_engine(model, keep_logits=False, **SIZES), prompts, SAMPLED)
     offline = offline_engine(model, keep_logits=False, **SIZES)
     source = drafting(offline, answers_of(prompts, plain), needs_token, seed=1)
@@ -156,7 +160,7 @@ def test_ranks_verify_the_same_rows(
     """Ranks that share the vocabulary; stages that place rows themselves, and with micro-batches stages whose
     plans have all ids and lengths."""
     vocab = 96
-    prompts = prompts_of(LENGTHS, vocab)
+    prompts = prompts_of([*LENGTHS, 6, 4], vocab)
     params = SAMPLED if sampled else SamplingParams(max_tokens=NEW)
     (plain, _) = on_ranks(directory, 1, 1, lambda offline: generate(offline, prompts, params), **SIZES)
     answers = answers_of(prompts, plain)

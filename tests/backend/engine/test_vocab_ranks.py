@@ -28,6 +28,10 @@ MIXED = [
     SamplingParams(max_tokens=NEW, return_generation_logits=True, return_context_logits=True),
     SamplingParams(max_tokens=NEW, top_k=0, seed=9, return_context_log_prob=True, frequency_penalty=0.3),
     SamplingParams(max_tokens=NEW, beam_width=2, len_penalty=1.0, beam_pool=True),
+    SamplingParams(max_tokens=NEW, no_repeat_ngram_size=1, logit_bias={3: 4.0, 150: 5.0, 202: 6.0}),
+    SamplingParams(max_tokens=NEW, top_k=0, typical_p=0.6, temperature=2.0, seed=8, return_log_probs=True),
+    SamplingParams(max_tokens=NEW, top_k=0, allowed_token_ids=[1, 99, 102, 200, 202], seed=5),
+    SamplingParams(max_tokens=NEW, beam_width=2, no_repeat_ngram_size=1, logit_bias={150: 9.0, 9: 8.0}),
 ]
 
 
@@ -82,7 +86,7 @@ def test_every_kind_of_row_gets_the_answer_of_one_rank(
     converted: dict[str, tuple], family: str, tensor: int, stages: int, pool: RankPool, tmp_path: Path
 ) -> None:
     model, directory = converted[family]
-    prompts = prompts_of([9, 3, 1, 14, 5, 7, 20, 4], 203)
+    prompts = prompts_of([9, 3, 1, 14, 5, 7, 20, 4, 6, 8, 2, 11], 203)
     wanted = alone(directory, prompts, MIXED)
     assert wanted[0].tokens == hf_greedy(model, prompts[0], NEW)[0]
     found = pool.run(directory, tensor, stages, tmp_path / "meeting", prompts, params=MIXED)
