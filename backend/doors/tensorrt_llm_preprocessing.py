@@ -18,18 +18,23 @@ from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_PREPROCESSING
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.embedding_bias import bias_tensor, word_biases
 from tridecode.backend.doors.requests.envelope import MAX_ROWS
 from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.requests.word_lists import word_list_tensor
 from tridecode.backend.service.limits import INT32_MAX, whole_number
 from tridecode.backend.text.encoding import encode
 
+_BIASES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+
 
 class TritonPythonModel(UnaryDoor):
     contract = TENSORRT_LLM_PREPROCESSING
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
-        """Return INPUT_ID (B, W), word lists (B, 2, P), EMBEDDING_BIAS (B, 0), and the others (B, 1)."""
+        """Return INPUT_ID (B, W), word lists (B, 2, P), EMBEDDING_BIAS (B, V) or (B, 0), and the others
+        (B, 1).
+        """
         texts = _texts(inputs)
         batch = len(texts)
         special = fields.add_special_tokens(inputs, self.settings.add_special_tokens)
@@ -49,11 +54,20 @@ class TritonPythonModel(UnaryDoor):
             "REQUEST_DECODER_INPUT_LEN": [[1]] * batch,
             "BAD_WORDS_IDS": self._words(inputs, "BAD_WORDS_DICT", batch),
             "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", batch),
-            "EMBEDDING_BIAS": np.zeros((batch, 0), np.float32),
+            "EMBEDDING_BIAS": self._biases(inputs, batch),
             "REQUEST_OUTPUT_LEN": inputs.arrays["REQUEST_OUTPUT_LEN"],
             "OUT_END_ID": [[end] for end in end_ids],
             "OUT_PAD_ID": [[pad] for pad in pad_ids],
         }
+
+    def _biases(self, inputs: Inputs, batch: int) -> np.ndarray:
+        rows, vocab_size = (
+            word_biases(inputs, batch, self.tokenizer, _BIASES),
+            self.tokenizer.get_vocab_size(),
+        )
+        if any(rows):
+            self.envelope.check_padded(_BIASES[0], batch, vocab_size)
+        return bias_tensor(rows, vocab_size)
 
     def _words(self, inputs: Inputs, name: str, batch: int) -> np.ndarray:
         """Return the non-empty words as [B, 2, P]; [n] or [1, n] has the words of all rows."""

@@ -31,6 +31,7 @@ from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received
 from tridecode.backend.doors.door_settings import DoorSettings
 from tridecode.backend.doors.requests import fields, prompt_inputs
+from tridecode.backend.doors.requests.embedding_bias import word_biases
 from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.service import limits as request_limits
@@ -118,6 +119,7 @@ class TritonPythonModel(EngineDoor):
         ends = self.texts.end_ids(limits)
         end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
         bad_words = self.texts.bad_word_ids(read_words(inputs, "bad_words", batch))
+        biases = word_biases(inputs, batch, self.tokenizer.tokenizer)
         flags = {
             "return_log_probs": inputs.flag("return_log_probs"),
             "return_perf_metrics": inputs.flag("return_perf_metrics"),
@@ -132,6 +134,7 @@ class TritonPythonModel(EngineDoor):
             named.update(
                 max_tokens=counts[row],
                 bad_words=bad_words[row],
+                logit_bias=biases[row],
                 **sampling_rules.chosen_ends(end_ids[row], ends, limits),
                 **flags,
             )

@@ -32,6 +32,7 @@ from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_T
 from tridecode.backend.doors.door import EngineDoor, Received, Submission
 from tridecode.backend.doors.fastertransformer import Prompts, read_prompts
 from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.embedding_bias import tensor_biases
 from tridecode.backend.doors.requests.exact_params import exact_sequences
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.doors.requests.word_lists import read_words
@@ -125,6 +126,7 @@ class TritonPythonModel(EngineDoor):
         end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
         stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
         bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+        biases = tensor_biases(inputs, batch, limits)
         flags = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
         wanted = {f"return_{flag}": inputs.flag(f"return_{flag}") for flag in flags}
         names = inputs.client_names()
@@ -136,6 +138,7 @@ class TritonPythonModel(EngineDoor):
                 stop_words=stop_words[row],
                 bad_words=bad_words[row],
                 draft_tokens=drafts[row],
+                logit_bias=biases[row],
                 **sampling_rules.chosen_ends(end_ids[row], ends, limits),
                 **wanted,
             )

@@ -77,10 +77,13 @@ def sampling_params(
             top_k=or_default(wanted.top_k, 0),
             top_p=or_default(wanted.top_p, 1.0) or 1.0,
             min_p=or_default(wanted.min_p, 0.0),
+            typical_p=or_default(wanted.typical_p, 1.0),
             repetition_penalty=or_default(wanted.repetition_penalty, 1.0),
             presence_penalty=or_default(wanted.presence_penalty, 0.0),
             frequency_penalty=or_default(wanted.frequency_penalty, 0.0),
         ),
+        **sampling_rules.chosen_tokens(limits, wanted.logit_bias, wanted.allowed_token_ids),
+        no_repeat_ngram_size=wanted.no_repeat_ngram_size or 0,
         seed=_random.getrandbits(64) if wanted.seed is None else wanted.seed % 2**64,
         **sampling_rules.checked_ends(
             () if wanted.ignore_eos else texts.end_ids(limits),

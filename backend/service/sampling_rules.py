@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tridecode.backend.base.errors import ConfigError, RequestError, UnsupportedError
 from tridecode.backend.service.limits import check_word_tokens
 from tridecode.backend.wire.messages import Limits
-from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, SamplingParams, check
+from tridecode.backend.wire.sampling_params import (
+    GREEDY_BELOW,
+    MAX_BIASES,
+    MAX_END_IDS,
+    MOST_BIAS,
+    SamplingParams,
+    check,
+)
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
+_ID = re.compile("[0-9]{1,10}")
 
 
 def sampling_params(
@@ -103,6 +112,7 @@ def drawn(
     top_k: int,
     top_p: float,
     min_p: float,
+    typical_p: float,
     repetition_penalty: float,
     presence_penalty: float,
     frequency_penalty: float,
@@ -123,11 +133,45 @@ def drawn(
         "top_k": 1 if greedy else min(max(top_k, 0), limits.vocab_size),
         "top_p": 1.0 if greedy else top_p,
         "min_p": 0.0 if greedy else min_p,
+        "typical_p": 1.0 if greedy else typical_p,
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty / divisor,
         "frequency_penalty": frequency_penalty / divisor,
         "count_prompt": not counted,
     }
+
+
+def chosen_tokens(
+    limits: Limits,
+    logit_bias: Mapping[Any, float] | None,
+    allowed_token_ids: Sequence[int] | None,
+) -> dict[str, Any]:
+    """Return the parameters of single tokens from those of OpenAI and vLLM. None: not sent.
+
+    logit_bias: by token id, a number or a text. Raises RequestError that names the field.
+    """
+    biases: dict[int, float] = {}
+    size = limits.vocab_size
+    if logit_bias:
+        if len(logit_bias) > MAX_BIASES:
+            found = f"logit_bias has {len(logit_bias):,} token ids"
+            raise RequestError(f"{found}; this model accepts {MAX_BIASES:,}")
+        for key, bias in logit_bias.items():
+            token = int(key) if isinstance(key, int) or _ID.fullmatch(key) else -1
+            if not 0 <= token < size:
+                raise RequestError(f"logit_bias has {str(key)[:40]!r}; wanted token ids below {size}")
+            if not -MOST_BIAS <= bias <= MOST_BIAS:  # NaN, too
+                found = f"logit_bias of token id {token} is {bias}"
+                raise RequestError(f"{found}; wanted a number from -{MOST_BIAS:g} to {MOST_BIAS:g}")
+            biases[token] = float(bias)
+    if allowed_token_ids is None:
+        return {"logit_bias": biases}
+    if not allowed_token_ids:
+        raise RequestError("allowed_token_ids is empty; wanted one token id or more")
+    wrong = [token for token in allowed_token_ids if not 0 <= token < size]
+    if wrong:
+        raise RequestError(f"allowed_token_ids has {wrong[0]}; wanted token ids below {size}")
+    return {"logit_bias": biases, "allowed_token_ids": list(dict.fromkeys(allowed_token_ids))}
 
 
 def checked_ends(

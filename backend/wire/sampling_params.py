@@ -56,6 +56,8 @@ _NGRAM = Range(0, MAX_NGRAM, f"0 (off) to {MAX_NGRAM}")
 MAX_BIASES = 1024
 #: a larger bias has the same effect, and logits stay finite
 MAX_BIAS = 1e9
+#: OpenAI's and vLLM's limit
+MOST_BIAS = 100.0
 _EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
 _EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) or 2 (never)")
 

@@ -32,6 +32,7 @@ RANGES = {
     "top_k": (*COUNT[:2], "0 (the whole vocabulary) to 2**31 - 1"),
     "top_p": FRACTION,
     "min_p": ([0.0, 5e-324, 1.0], [-1e-9, 1.0000001, math.nan], "a number from 0 (off) to 1"),
+    "typical_p": FRACTION,
     "top_p_decay": FRACTION,
     "top_p_min": FRACTION,
     "repetition_penalty": (
@@ -41,6 +42,7 @@ RANGES = {
     ),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
+    "no_repeat_ngram_size": ([0, 1, 64], [-1, 65], "0 (off) to 64"),
     "seed": ([0, 2**63, 2**64 - 1], [-1, 2**64], "0 to 2**64 - 1"),
     "beam_width": ([1, 64], [0, -1, 65], "1 to 64"),
     "len_penalty": ([-16.0, 0.0, 16.0], [-16.1, 17.0, math.nan, math.inf], "a number from -16 to 16"),

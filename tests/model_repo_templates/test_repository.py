@@ -36,18 +36,20 @@ OPTIONS = {
     },
     "tokens": {"contracts": ["tensorrt_llm", "tensorrt_llm_tokens"], "decoupled": ["tensorrt_llm_tokens"]},
 }  # fmt: skip
+#: sampling parameters that are one number and that no contract names
+NUMBERS = {"typical_p", "no_repeat_ngram_size"}
 #: optional inputs that our models accept in addition to the contracts
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
              "priority", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids", "add_special_tokens",
-             "resume", "min_p", "cache", "cache_salt", "speculate"},
+             "resume", "min_p", "cache", "cache_salt", "speculate", *NUMBERS},
     "fastertransformer": {"presence_penalty", "frequency_penalty", "min_length", "priority", "lora_name",
                           "is_return_context_cum_log_probs", "return_context_logits",
                           "return_generation_logits", "resume", "min_p", "sampling_params", "cache",
-                          "cache_salt", "speculate"},
+                          "cache_salt", "speculate", *NUMBERS},
     "ensemble": {"presence_penalty", "frequency_penalty", "min_length", "lora_name",
                  "is_return_context_cum_log_probs", "add_special_tokens", "resume", "min_p", "cache",
-                 "cache_salt", "speculate"},
+                 "cache_salt", "speculate", *NUMBERS},
     "preprocessing": {"ADD_SPECIAL_TOKENS"},
     "postprocessing": set(),
     "vllm": {"add_special_tokens", "resume"},
@@ -55,12 +57,13 @@ OURS = {
     "health": {"PROBE"},
     "token_model": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed",
                     "output_log_probs", "priority", "lora_name", "resume", "min_p", "sampling_params",
-                    "cache", "cache_salt", "speculate"},
+                    "cache", "cache_salt", "speculate", *NUMBERS},
     "tensorrt_llm_preprocessing": {"ADD_SPECIAL_TOKENS"},
     "tensorrt_llm_postprocessing": set(),
     "tensorrt_llm_ensemble": {"return_num_input_tokens", "return_num_output_tokens", "min_length",
                               "random_seed", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids",
-                              "add_special_tokens", "resume", "min_p", "cache", "cache_salt", "speculate"},
+                              "add_special_tokens", "resume", "min_p", "cache", "cache_salt", "speculate",
+                              *NUMBERS},
     "text_v05": {"exclude_input_in_output", "return_log_probs", "stop", "priority", "lora_name",
                  "add_special_tokens", "resume"},
 }  # fmt: skip

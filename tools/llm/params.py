@@ -40,9 +40,13 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -80,10 +84,13 @@ class SamplingParams:
                 top_k=self.top_k,
                 top_p=self.top_p,
                 min_p=self.min_p,
+                typical_p=self.typical_p,
                 repetition_penalty=self.repetition_penalty,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
             ),
+            **sampling_rules.chosen_tokens(limits, self.logit_bias, self.allowed_token_ids),
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
             seed=_random.getrandbits(64) if self.seed is None else self.seed % 2**64,
             **sampling_rules.checked_ends(
                 () if self.ignore_eos else texts.end_ids(limits),

@@ -17,7 +17,7 @@ from tridecode.backend.doors.contracts.field import (
     refused,
     special_tokens_field,
 )
-from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
+from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_NGRAM, MAX_TOP_LOG_PROBS, MOST_BIAS
 
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
@@ -58,9 +58,9 @@ class Key:
     """One key of the JSON object.
 
     kind: "int", "float", "bool", "text", "texts" (a text or a list of texts), "ids" (a list of integers),
-    "object" (of a form of its own) or "any" (only compared with `neutral`). low, high: both included.
-    refused: values other than `neutral` are
-    not implemented. A null counts as not sent.
+    "biases" (an object of integers and numbers), "object" (of a form of its own) or "any" (only compared with
+    `neutral`). low, high: both included. refused: values other than `neutral` are not implemented. A null
+    counts as not sent.
     """
 
     name: str
@@ -88,6 +88,7 @@ _IN_WORDS = {
     "text": "a text of at most {} characters",
     "texts": "a text or a list of texts",
     "ids": "a list of token ids",
+    "biases": "a JSON object of token ids and numbers from -{0} to {0}",
 }
 
 
@@ -104,6 +105,13 @@ KEYS = (
     Key("top_k", "int", "sample from the k most likely tokens; -1 or 0: from all", "-1", -1),
     Key("top_p", "float", "nucleus (top-p) probability mass", "1", 0, 1, "a number in (0, 1]"),
     Key("min_p", "float", "drop tokens below this share of the largest probability; 0: none", "0", 0, 1),
+    Key("typical_p", "float", "keep the tokens with the most typical information content, of this total "
+        "probability", "1", 0, 1, "a number in (0, 1]"),
+    Key("no_repeat_ngram_size", "int", "no sequence of this many tokens occurs twice in prompt and answer",
+        "0", 0, MAX_NGRAM),
+    Key("logit_bias", "biases", "an object of token ids and the numbers that are added to their logits",
+        "none", -MOST_BIAS, MOST_BIAS),
+    Key("allowed_token_ids", "ids", "the only tokens that are generated, end tokens included", "all"),
     Key("repetition_penalty", "float", "above 1: tokens of prompt and answer become less likely", "1", 1e-6,
         1e4),
     Key("presence_penalty", "float", "subtracted from a logit if the answer has its token", "0", -2, 2),
@@ -143,8 +151,6 @@ KEYS = (
     Key("guided_grammar", "object", "a grammar that the answer follows, in Lark's notation or EBNF", "none",
         wanted="a text"),
     Key("speculate", "bool", "several tokens per step, of drafts, where the engine has them", "true"),
-    _refused("logit_bias", {}),
-    _refused("allowed_token_ids", []),
     _refused("detokenize", True),
     _refused("spaces_between_special_tokens", True),
     _refused("logits_processors", []),

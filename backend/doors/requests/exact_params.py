@@ -93,6 +93,8 @@ def _read(text: bytes, where: str, limits: Limits) -> _Strict:
     for name in ("end_id", "top_p_reset_id"):
         _check_ids([getattr(params, name)], -1, f"{where}: {name}", limits)
     _check_ids(params.more_end_ids, 0, f"{where}: more_end_ids", limits)
+    _check_ids(params.allowed_token_ids, 0, f"{where}: allowed_token_ids", limits)
+    _check_ids(list(params.logit_bias), 0, f"{where}: logit_bias", limits)
     for name, most in (
         ("stop_words", limits.max_stop_word_tokens),
         ("bad_words", limits.max_bad_word_tokens),

@@ -18,6 +18,7 @@ from typing import Any, Callable
 from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.inputs import advice_on
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM, Key
+from tridecode.backend.wire.sampling_params import MAX_BIASES
 
 MAX_JSON_BYTES = 65_536  # bytes of the JSON text
 MAX_LIST = 4096  # items of one list
@@ -161,6 +162,19 @@ def _ids(value: Any, key: Key, where: str) -> list[int]:
     return [_whole(item, key, where) for item in value]
 
 
+def _biases(value: Any, key: Key, where: str) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _unlike(key, value, where)
+    if len(value) > MAX_BIASES:
+        raise RequestError(f"{where}: {key.name} has {len(value):,} ids; this model accepts {MAX_BIASES:,}")
+    found = {}
+    for token, bias in value.items():
+        if not (_WHOLE.fullmatch(token) and isinstance(bias, (int, float))) or isinstance(bias, bool):
+            raise _unlike(key, {token: bias}, where)
+        found[int(token)] = _number(bias, key, where)
+    return found
+
+
 def _utf8(text: str, key: Key, where: str) -> str:
     """Check that the text can be encoded: JSON can hold lone surrogates, which UTF-8 cannot."""
     try:
@@ -177,6 +191,7 @@ _CONVERT: dict[str, Callable[[Any, Key, str], Any]] = {
     "text": _text,
     "texts": _texts,
     "ids": _ids,
+    "biases": _biases,
     "object": lambda value, key, where: value,  # service/structured_fields.py reads it
 }
 _JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}

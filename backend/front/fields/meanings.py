@@ -43,6 +43,14 @@ MEANINGS: dict[str, Meaning] = {
     "frequency_penalty": Meaning("subtracted for each occurrence in the answer", "0"),
     "top_k": Meaning("sample from this many most probable tokens; -1 or 0: from all", "0"),
     "min_p": Meaning("least probability of a token, as a share of the highest one", "0"),
+    "typical_p": Meaning(
+        "sample from the tokens with the most typical information content, of this total probability", "1"
+    ),
+    "no_repeat_ngram_size": Meaning(
+        "no sequence of this many tokens occurs twice in prompt and answer; 0: off", "0"
+    ),
+    "logit_bias": Meaning("added to the logits: token ids and numbers from -100 to 100, 1,024 at most", "{}"),
+    "allowed_token_ids": Meaning("the only tokens of the answer, end tokens included", "all"),
     "repetition_penalty": Meaning("divides the positive logits of tokens of prompt and answer", "1"),
     "min_tokens": Meaning("no end token and no stop text before this many tokens", "0"),
     "stop_token_ids": Meaning("further end tokens", "[]"),

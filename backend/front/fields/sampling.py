@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
+from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_NGRAM, MAX_TOP_LOG_PROBS
 
 INT32_MAX = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+NgramSize = Annotated[int, Meta(ge=0, le=MAX_NGRAM)]
+Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -46,7 +48,11 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     top_k: TopK | None = None
     min_p: Share | None = None
+    typical_p: Fraction | None = None
     repetition_penalty: Repetition | None = None
+    no_repeat_ngram_size: NgramSize | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     min_tokens: Count | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -84,13 +90,11 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: Any = None
     guided_decoding_backend: Any = None
     # refused unless neutral: see REFUSED
-    logit_bias: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
-    allowed_token_ids: Any = None
     logprob_token_ids: Any = None
 
 
@@ -103,16 +107,14 @@ NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-#: neutral values of each field, besides null; any other value is refused. The last two are fields of
+#: neutral values of each field, besides null; any other value is refused. The last one is a field of
 #: Colossal-Inference's routes.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
-    "allowed_token_ids": (),
     "logprob_token_ids": (),
     "suffix": ("",),
     "functions": ([],),
@@ -122,6 +124,5 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "chat_template": (),
     "mm_processor_kwargs": (),
-    "no_repeat_ngram_size": (0,),
     "forced_eos_token_id": (),
 }

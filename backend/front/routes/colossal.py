@@ -16,7 +16,7 @@ from tridecode.backend.front.answering import answer
 from tridecode.backend.front.calls import Call
 from tridecode.backend.front.fields.chat import ChatMessage, ChatRequest
 from tridecode.backend.front.fields.completions import CompletionRequest
-from tridecode.backend.front.fields.sampling import Count, Repetition, Share, Temperature, TopK
+from tridecode.backend.front.fields.sampling import Count, NgramSize, Repetition, Share, Temperature, TopK
 from tridecode.backend.front.model import ServedModel
 from tridecode.backend.front.reading import Pieces
 from tridecode.backend.front.routes.completions import text_request
@@ -39,7 +39,7 @@ class ColossalFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: TopK | None = None
     top_p: Share | None = None
     repetition_penalty: Repetition | None = None
-    no_repeat_ngram_size: Any = None
+    no_repeat_ngram_size: NgramSize | None = None
     forced_eos_token_id: Any = None
     model: str | None = None
 
@@ -119,6 +119,7 @@ def _sampling(wanted: ColossalFields) -> dict[str, Any]:
         "top_k": wanted.top_k,
         "top_p": wanted.top_p,
         "repetition_penalty": wanted.repetition_penalty,
+        "no_repeat_ngram_size": wanted.no_repeat_ngram_size,
         "stream": wanted.streams,
     }
 

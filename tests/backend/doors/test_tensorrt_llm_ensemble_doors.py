@@ -109,11 +109,33 @@ def test_words_are_elements_and_not_csv(pre):
     assert empty["BAD_WORDS_IDS"].tolist() == empty["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]]
 
 
+def test_each_token_of_a_word_gets_its_weight(pre):
+    """As _get_embedding_bias of TensorRT-LLM's preprocessing adds them up, for every id of the tokenizer."""
+    words = strings([[" fox", "stop", "", " fox"], ["a", "", "", ""]])
+    weights = np.array([[1.5, -2.0, 7.0, 0.25], [-1e9, 0.0, 0.0, 3.0]], np.float32)
+    sent = query("Hello", "a", EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
+    bias = run(pre, sent)["EMBEDDING_BIAS"]
+    wanted = np.zeros((2, TOKENIZER.get_vocab_size()), np.float32)
+    for row in range(2):
+        for word, weight in zip(words[row], weights[row]):
+            for token in ids_of(word.decode()):
+                wanted[row, token] += weight
+    assert len(ids_of("stop")) > 1, "the test needs a word of several tokens"
+    assert bias.dtype == np.float32 and np.array_equal(bias, wanted)
+    without = query(
+        "a", EMBEDDING_BIAS_WORDS=strings([[""]]), EMBEDDING_BIAS_WEIGHTS=np.zeros((1, 1), np.float32)
+    )
+    assert run(pre, without)["EMBEDDING_BIAS"].shape == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"DECODER_QUERY": strings([["x"]])}, "DECODER_QUERY has a text"),
-        ({"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)}, "EMBEDDING_BIAS_WEIGHTS is 1.0"),
+        (
+            {"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)},
+            "EMBEDDING_BIAS_WEIGHTS was sent without EMBEDDING_BIAS_WORDS",
+        ),
         ({"QUERY": strings([["a", "b"]])}, "QUERY has shape [1, 2]; wanted [B, 1]"),
         ({"QUERY": strings([[b"\xff"]])}, "QUERY of row 0 is not valid UTF-8"),
         (

@@ -704,7 +704,26 @@ BAD = {
         "1 rows of 201 tokens have 482,400 bytes of logits; this model accepts 300,000 (max_logits_bytes",
     ),
     "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input has a text"),
-    "bias": (tensors("a", embedding_bias_words=["x"]), "UNSUPPORTED", "embedding_bias_words is 'x'"),
+    "bias without a weight": (
+        tensors("a", embedding_bias_words=["x"]),
+        "INVALID_ARG",
+        "embedding_bias_words was sent without embedding_bias_weights",
+    ),
+    "bias without a word": (
+        tensors("a", embedding_bias_weights=np.full((1, 1), 2, np.float32)),
+        "INVALID_ARG",
+        "embedding_bias_weights was sent without embedding_bias_words",
+    ),
+    "bias of another number": (
+        tensors("a", embedding_bias_words=["x", "y"], embedding_bias_weights=np.full((1, 1), 2, np.float32)),
+        "INVALID_ARG",
+        "embedding_bias_words has 2 words and embedding_bias_weights has 1 numbers for row 0",
+    ),
+    "bias that is no number": (
+        tensors("a", embedding_bias_words=["x"], embedding_bias_weights=np.full((1, 1), np.nan, np.float32)),
+        "INVALID_ARG",
+        "embedding_bias_weights of row 0 has nan",
+    ),
 }
 
 
@@ -762,3 +781,15 @@ def test_a_tokenizer_of_another_model_is_noticed(repository):
     with running(TritonPythonModel, settings, FakeEngine(limits=limits), repository) as door:
         code, text = refusal(ask(door, tensors("Hello")))
         assert code == "INVALID_ARG" and "so tokenizer and model do not belong together" in text
+
+
+def test_words_bias_the_tokens_that_they_have(door):
+    words = strings([[" fox", "stop", ""], ["a", " fox", "a"]])
+    weights = np.array([[1.5, -2.0, 9.0], [0.5, 0.0, 0.25]], np.float32)
+    asked = tensors(["Hello", "the"], embedding_bias_words=words, embedding_bias_weights=weights)
+    fake_triton.ask(door, fake_triton.InferenceRequest(asked))
+    found = [submit.sequences[0].params.logit_bias for submit in door.test_engine.submits[-2:]]
+    assert found == [
+        {**dict.fromkeys(ids_of(" fox"), 1.5), **dict.fromkeys(ids_of("stop"), -2.0)},
+        dict.fromkeys(ids_of("a"), 0.75),
+    ]

@@ -338,6 +338,18 @@ def test_drafts_reach_the_engine_without_their_padding_and_may_be_declined(plain
     assert params(plain)[0].draft_tokens == [9, 8] and not params(plain)[0].speculate
 
 
+def test_a_number_for_each_id_is_a_bias(plain):
+    """Ids whose number is 0 have none, and a narrower tensor leaves the last ids without one."""
+    bias = np.zeros((1, 500), np.float32)
+    bias[0, [3, 499]] = 2.5, -1e9
+    only(ask(plain, {**tensors(rows=((5, 6),)), "embedding_bias": bias}))
+    assert plain.test_engine.submits[-1].sequences[0].params.logit_bias == {3: 2.5, 499: -1e9}
+    code, text = refusal(
+        ask(plain, {**tensors(rows=((5, 6),)), "embedding_bias": np.full((1, 600), np.inf, np.float32)})
+    )
+    assert code == "INVALID_ARG" and "embedding_bias of row 0 is inf for token id 0" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -347,7 +359,15 @@ def test_drafts_reach_the_engine_without_their_padding_and_may_be_declined(plain
         ({"draft_input_ids": row(-1, 3, -2)}, "row 0 of draft_input_ids has the token id -1; wanted ids"),
         ({"draft_input_ids": row(*[3] * 999)}, "row 0 of draft_input_ids has 999 ids; this model accepts"),
         ({"draft_input_ids": np.zeros((2, 3), np.int32)}, "draft_input_ids has shape [2, 3]; wanted [1, n]"),
-        ({"embedding_bias": np.ones((1, 4), np.float32)}, "embedding_bias is 1.0"),
+        (
+            {"embedding_bias": np.ones((1, 601), np.float32)},
+            "embedding_bias has shape [1, 601]; wanted [1, n]",
+        ),
+        (
+            {"embedding_bias": np.full((1, 4), np.nan, np.float32)},
+            "embedding_bias of row 0 is nan for token id 0",
+        ),
+        ({"embedding_bias": np.full((2, 4), 1, np.float32)}, "embedding_bias has shape [2, 4]"),
         ({"guided_decoding_guide": np.array([[b"{}"]], object)}, "without guided_decoding_guide_type"),
         ({"guided_decoding_guide_type": np.array([[b"x"]], object)}, 'guide_type is "x"; wanted one of json'),
         ({"input_ids": row(5, 6, 600)}, "token id 600; wanted ids below 600"),

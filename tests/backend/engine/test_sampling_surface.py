@@ -104,7 +104,7 @@ def test_an_answer_of_a_lost_engine_continues_by_the_same_rules(wanted: list[lis
 
 
 def test_samples_of_a_prompt_are_those_of_single_requests() -> None:
-    """Also with typical_p. Each sample has its own history."""
+    """Each sample has its own history, which also holds for draws with typical_p."""
     offline = offline_engine(MODEL)
     for params in (RULES["all"], RULES["n-grams of 2"], {"typical_p": 0.5, "no_repeat_ngram_size": 2}):
         drawn = {"top_k": 0, "temperature": 3.0, **params}
@@ -156,7 +156,7 @@ def test_rounds_of_a_session_count_the_whole_conversation() -> None:
 
 @pytest.mark.parametrize("needs_token", [False, True])
 def test_rows_of_several_tokens_obey_the_rules(wanted: list[list[int]], needs_token: bool) -> None:
-    """Forced drafts, of which some are right: the tokens are those of one token a step."""
+    """Some of the forced drafts are right: the tokens are those of one token a step."""
     offline = offline_engine(MODEL, max_sequences=24, max_step_tokens=48)
     answers = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, wanted)}
     source = ForcedDrafts(answers, VOCAB, needs_token)

@@ -162,6 +162,12 @@ def test_sampling_fields_reach_the_engine(front: Front, engine: FakeEngine) -> N
     front.post("/v1/completions", {"prompt": "x", "temperature": 0, "cache": "off", "cache_salt": "mine"})
     params = engine.submits[-1].sequences[0].params
     assert (params.top_k, params.cache, params.cache_salt) == (1, "off", "mine")
+    fields = {"logit_bias": {"5": 1, "7": -100}, "allowed_token_ids": [9, 5], "no_repeat_ngram_size": 3}
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+        front.post(f"/v1/{path}", {**body, **fields, "typical_p": 0.5, "max_tokens": 2})
+        params = engine.submits[-1].sequences[0].params
+        assert (params.logit_bias, params.allowed_token_ids) == ({5: 1.0, 7: -100.0}, [9, 5])
+        assert (params.no_repeat_ngram_size, params.typical_p) == (3, 0.5)
     front.post("/v1/completions", {"prompt": "x", "skip_reading_prefix_cache": True})
     assert engine.submits[-1].sequences[0].params.cache == "write"
 
@@ -191,7 +197,16 @@ BAD = [
     ({"prompt": "a", "cache": "never"}, "cache", "invalid_type", "cache"),
     ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt", "invalid_value", "257 bytes; wanted 256"),
     ({"prompt": "a", "max_tokens": 5000}, "prompt", "context_length_exceeded", "accepts 512 in all"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter", "not implement"),
+    ({"prompt": "a", "logit_bias": {"5": 100.5}}, "logit_bias", "invalid_value", "token id 5 is 100.5"),
+    ({"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias[...]", "invalid_type", ""),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value", "has 'x'"),
+    ({"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "invalid_value", "'99999'"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value",
+     "1,025 token ids"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "invalid_value", "is empty"),
+    ({"prompt": "a", "allowed_token_ids": [5, 99999]}, "allowed_token_ids", "invalid_value", "has 99999"),
+    ({"prompt": "a", "no_repeat_ngram_size": 65}, "no_repeat_ngram_size", "invalid_type", "is 65"),
+    ({"prompt": "a", "typical_p": 0}, "typical_p", "invalid_type", "is 0"),
     ({"prompt": "a", "response_format": {"type": "yaml"}}, "response_format.type", "unsupported_parameter",
      "wanted text, json_object"),
     ({"prompt": [1, "a"]}, "prompt", "invalid_type", "mixes types"),

@@ -98,7 +98,7 @@ def test_fields_of_chats_need_messages(front: Front, name: str) -> None:
     assert (response.status_code, error_of(response)["param"]) == (400, name)
 
 
-@pytest.mark.parametrize("field", [{"no_repeat_ngram_size": 3}, {"forced_eos_token_id": 2}, {"top_k": -5}])
+@pytest.mark.parametrize("field", [{"no_repeat_ngram_size": 65}, {"forced_eos_token_id": 2}, {"top_k": -5}])
 def test_colossal_inferences_fields_are_checked(front: Front, field: dict[str, int]) -> None:
     response = front.post("/generate", {"prompt": "x", "max_new_tokens": 1, **field})
     assert (response.status_code, error_of(response)["param"]) == (400, next(iter(field)))
@@ -109,6 +109,8 @@ def test_colossal_inferences_routes(front: Front, engine: FakeEngine, ids: Ids) 
     body = {"prompt": "x", "max_new_tokens": count, "stream": "False"}
     assert front.post("/generate", body).json() == {"text": TEXT}
     assert engine.submits[-1].sequences[0].params.top_k == 1
+    front.post("/generate", {**body, "no_repeat_ngram_size": 3})
+    assert engine.submits[-1].sequences[0].params.no_repeat_ngram_size == 3
     found = front.post("/completion", body).json()
     assert found["text"] == TEXT and found["request_id"]
     messages = [{"role": "user", "content": "When?"}]
@@ -191,7 +193,7 @@ def test_the_document_describes_bodies_and_answers(front: Front) -> None:
     for wrong in ({"prompt": "x", "max_tokens": -1}, {"prompt": "x", "max_tokns": 3}, {"max_tokens": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
-    for wrong in ({"prompt": [1, "a"]}, {"prompt": []}, {"prompt": "x", "logit_bias": {"5": 1}}):
+    for wrong in ({"prompt": [1, "a"]}, {"prompt": []}, {"prompt": "x", "logit_bias": {"5": "1"}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
     answer = front.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "logprobs": 1}).json()

@@ -42,6 +42,8 @@ def rules(vocab_size: int) -> dict[str, SamplingParams]:
         "logit_bias of 300 ids": plus(logit_bias=few),
         f"logit_bias of {MAX_BIASES} ids": plus(logit_bias=many),
         "min_p 0.05": plus(min_p=0.05),
+        # random weights give flat logits: a model's own are as sharp as these
+        "min_p 0.05, temperature 0.2": plus(min_p=0.05, temperature=0.2),
         "n-grams of 3": plus(no_repeat_ngram_size=3),
         "all three": plus(logit_bias=few, min_p=0.05, no_repeat_ngram_size=3),
         "typical_p 0.9": plus(typical_p=0.9),
