@@ -137,15 +137,15 @@ def fault_of(
         return f"draft_tokens has a token id outside 0 to {limits.vocab_size - 1}"
     if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
         return f"top_log_probs is {params.top_log_probs}; wanted 0 to {MAX_TOP_LOG_PROBS}, or -1 for none"
-    wrong = next((token for token in params.logit_bias if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None:
-        return f"logit_bias has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
+    unknown = next((token for token in params.logit_bias if not 0 <= token < limits.vocab_size), None)
+    if unknown is not None:
+        return f"logit_bias has token id {unknown}; this model has ids 0 to {limits.vocab_size - 1}"
     if len(params.allowed_token_ids) > limits.vocab_size:
         found = f"allowed_token_ids has {len(params.allowed_token_ids):,} ids"
         return f"{found}; this model has {limits.vocab_size:,}"
-    wrong = next((token for token in params.allowed_token_ids if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None:
-        return f"allowed_token_ids has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
+    unknown = next((token for token in params.allowed_token_ids if not 0 <= token < limits.vocab_size), None)
+    if unknown is not None:
+        return f"allowed_token_ids has token id {unknown}; this model has ids 0 to {limits.vocab_size - 1}"
     if any(not word for word in params.bad_words):
         return "a bad word has no tokens"
     for name, words, most in (
