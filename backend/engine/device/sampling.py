@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tridecode.backend.engine.grammars.token_masks import mask_of
 from tridecode.backend.engine.parts.beams import BeamRows
-from tridecode.backend.engine.parts.masks import mask_of
 from tridecode.backend.engine.step.plan import SlotStart
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.sampling_rules import remember

@@ -9,7 +9,7 @@ import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.matcher import GrammarFault, TokenMatcher
-from tridecode.backend.engine.parts.masks import mask_of
+from tridecode.backend.engine.grammars.token_masks import mask_of
 
 
 class Constraint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,14 +11,6 @@ import numpy as np
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.encoding import ints, read, read_ints
 from tridecode.backend.engine.step.plan import StepPart, StepPlan
-
-
-def mask_of(ids: Sequence[int], words: int) -> np.ndarray:
-    """Return (words,) int32, the mask of these token ids: see SamplingState.masks."""
-    mask, tokens = np.zeros(words, np.uint32), np.asarray(ids, np.int64)
-    np.bitwise_or.at(mask, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
-    return mask.view(np.int32)
-
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -1,0 +1,14 @@
+"""The mask of a set of token ids. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def mask_of(ids: Sequence[int], words: int) -> np.ndarray:
+    """Return (words,) int32, the mask of these token ids: see SamplingState.masks."""
+    mask, tokens = np.zeros(words, np.uint32), np.asarray(ids, np.int64)
+    np.bitwise_or.at(mask, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+    return mask.view(np.int32)
