@@ -374,3 +374,14 @@ def test_equal_grammars_are_compiled_once(engine: OfflineEngine) -> None:
     finally:
         grammars._compiler = compiler
     assert counting.calls == 1
+
+
+def test_allowed_token_ids_limit_what_the_grammar_allows(engine: OfflineEngine) -> None:
+    """Several constrained rows in one batch, so that masks come from the common fill and from single ones."""
+    letters = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abcxyz"]
+    output = StructuredOutput("regex", "[a-z]{4,9}")
+    wide = answers(engine, [output] * 3)
+    assert any(set(one.tokens[:-1]) - set(letters) for one in wide)
+    for count in (1, 3):
+        for one in finished(answers(engine, [output] * count, allowed_token_ids=[*letters, END]), 1.0):
+            assert set(one.tokens) <= {*letters, END} and re.fullmatch("[abcxyz]{4,9}", text_of(one))
