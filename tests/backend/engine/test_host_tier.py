@@ -17,7 +17,7 @@ from tests.backend.engine.test_prefix_cache import SHARED, computed
 from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.host_tier.cost import CopyCost
-from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
+from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
 SMALL = limits(num_blocks=10, max_step_tokens=16)
@@ -345,3 +345,25 @@ def test_a_round_of_a_conversation_gets_its_blocks_back() -> None:
     before = computed(run)
     round_of(2, [1, 2], history)
     assert computed(run) - before == len(history) + 2 - 24, "all full blocks come back"
+
+
+def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back() -> None:
+    """Its prompt, and what it had generated before it was preempted."""
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100))
+    run.submit(1, LONG, max_tokens=14)
+    while len(run.tokens[1, 0]) < 9:
+        run.step()
+    (sequence,) = run.open()
+    run.scheduler.planner.preempt(sequence)
+    (eighth,) = run.scheduler.cache.prefixes._keys(sequence, 7, 8)
+    while not run.tier.slots.is_indexed(eighth):
+        assert not run.ends[1, 0], "it ended before its blocks were in the tier"
+        run.step()
+    before = list(run.tokens[1, 0])
+    sent = [Sent(np.array(before, "<i4").tobytes())]
+    after = HostRun(limits(num_blocks=16, max_step_tokens=16), run.memory)
+    ids = SequenceRequest(np.array(LONG, np.int32).tobytes(), SamplingParams(max_tokens=14))
+    after.scheduler.submit(DOOR, Submit(1, [ids], sent=sent))
+    after.finish()
+    assert [*before, *after.tokens[1, 0]] == expected(LONG, 14)
+    assert after.tier.tokens == 32, "eight full blocks of 24 tokens of prompt and the first of the answer"
