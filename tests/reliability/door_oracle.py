@@ -20,7 +20,7 @@ NEUTRAL = {
     *("is_return_context_embeddings", "pad_id", "return_num_input_tokens", "return_num_output_tokens"),
     *("early_stopping", "lora_name", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),
     *("decoder_input_ids", "decoder_input_lengths", "draft_acceptance_threshold", "resume"),
-    *("min_p", "cache", "cache_salt", "speculate", "draft_input_ids"),
+    *("min_p", "typical_p", "cache", "cache_salt", "speculate", "draft_input_ids"),
 }
 MOST = 8  # tokens that are computed; a longer answer is compared as far
 #: by the names of both contracts
@@ -43,6 +43,7 @@ class Row:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
     stop_words: list[list[int]] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
 
@@ -59,7 +60,9 @@ class Oracle:
         return self.model(torch.tensor([ids])).logits[0, -1].double().numpy()
 
     def tokens(self, row: Row, most: int = MOST) -> list[int]:
-        """In FasterTransformer's order: bad words, penalties, min_tokens, then the most likely token."""
+        """In FasterTransformer's order: bad words and n-grams, penalties, min_tokens, then the most likely
+        token.
+        """
         found: list[int] = []
         while len(found) < min(row.max_tokens, most):
             history = row.prompt + found
@@ -67,6 +70,10 @@ class Oracle:
             for word in row.bad_words:
                 if word[:-1] == history[len(history) - len(word) + 1 :] or len(word) == 1:
                     logits[word[-1]] = -np.inf
+            if size := row.no_repeat_ngram_size:
+                for at in range(len(history) - size + 1):
+                    if history[at : at + size - 1] == history[len(history) - size + 1 :]:
+                        logits[history[at + size - 1]] = -np.inf
             seen, counts = np.unique(history, return_counts=True)
             penalty = row.repetition_penalty
             logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
@@ -119,6 +126,7 @@ def text_rows(arrays: Mapping[str, np.ndarray], oracle: Oracle, encode) -> list[
 OFF = {"beam_width": 1, "beam_search_diversity_rate": 0.0}
 _NUMBERS = {
     *("max_tokens", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "no_repeat_ngram_size",
 }
 
 

@@ -111,7 +111,16 @@ SAMPLING = [  # vLLM's sampling_parameters
     b'{"stop": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     b'{"bad_words": ["\\ud800"]}',
     b'{"stop": "\xff"}',
-    b'{"logit_bias": {"5": 100}}',
+    b'{"logit_bias": {"5": 100}, "max_tokens": 2}',
+    b'{"logit_bias": {"5": 101}}',
+    b'{"logit_bias": {"5": NaN}}',
+    b'{"logit_bias": {"-5": 1, "": 2, "5e1": 3}}',
+    b'{"logit_bias": {' + b", ".join(b'"%d": 1' % token for token in range(1025)) + b"}}",
+    b'{"allowed_token_ids": [5, 6], "max_tokens": 2}',
+    b'{"allowed_token_ids": [-1]}',
+    b'{"allowed_token_ids": []}',
+    b'{"no_repeat_ngram_size": 2, "typical_p": 0.5, "max_tokens": 2}',
+    b'{"prompt_logprobs": 1, "best_of": 2, "max_tokens": 2}',
 ]
 SMALL = {"request_output_len", "max_tokens", "INPUT_1", "REQUEST_OUTPUT_LEN"}  # what costs steps
 VALUES = [

@@ -44,6 +44,7 @@ _INNER: Body = {
     "chat_template_kwargs": {"name": "x"},
     "documents": [{"title": "x"}],
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    "logit_bias": {"5": 1.0},
     "structured_outputs": {"choice": ["a", "b"]},
     "structural_tag": {
         "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}],
