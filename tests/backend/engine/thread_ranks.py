@@ -216,8 +216,8 @@ def on_ranks(
     def run(rank: int) -> None:
         try:
             ranks = ThreadRanks(meeting, rank, pipelined, fuses)
-            resolved, host = resolve(config, model, cpu), host_fds[rank] if host_fds else None
-            engines[rank] = load_engine(directory, model, resolved, ranks, cpu, host_fd=host)
+            named = {"host_fd": host_fds[rank]} if host_fds else {}
+            engines[rank] = load_engine(directory, model, resolve(config, model, cpu), ranks, cpu, **named)
             if rank > 0:
                 follow(engines[rank], RankStatus())
         except BaseException as error:  # told to the test's own thread
