@@ -1,4 +1,4 @@
-"""Drafts beside adapters, and in requests that one engine begins and another continues."""
+"""Drafts in rows with adapters, and in requests that one engine begins and another continues."""
 
 from __future__ import annotations
 
