@@ -200,6 +200,8 @@ def _role(line: list[str], pid: int) -> str:
         return "guard"
     if "tridecode.backend.front" in line:
         return "front"
+    if "tridecode.backend.front.batches.process" in line:
+        return "batches"
     if "tridecode.backend.front.process.worker" in line:
         return "front:" + line[line.index("tridecode.backend.front.process.worker") + 1]
     if "tridecode.backend.supervisor" in line:
