@@ -107,12 +107,14 @@ def test_few_rows_see_their_windows(place: Place, rows, window: int, size: int, 
     )
 
 
+@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("heads", [(8, 2, 128), (4, 2, 256), (16, 16, 64)])
-def test_many_rows_see_their_windows(place: Place, heads, format: str):
+def test_many_rows_see_their_windows(cuda_place: Place, heads, format: str):
     """Teams of one warp; rows of one tile among longer ones."""
     rows = [(1 + 37 * i % 190 + (1500 if i % 50 == 7 else 0), 1) for i in range(256)]
-    decode_and_compare(place, heads, rows, {"window": 60, "softcap": 50.0}, format=format, block_tokens=32)
+    limits = {"window": 60, "softcap": 50.0}
+    decode_and_compare(cuda_place, heads, rows, limits, format=format, block_tokens=32)
 
 
 @FORMATS

@@ -17,7 +17,9 @@ from tridecode.kernels.operands import Linear, Rope
 
 #: (query heads, kv heads, head size)
 HEADS = [(71, 1, 64), (48, 1, 128), (17, 1, 64), (36, 2, 128), (128, 1, 64), (129, 1, 64), (71, 1, 80)]
-CONTEXTS = [[1], [64], [65, 1], [0, 3000, 40, 63], [544] * 5, [290 + i for i in range(64)], [130] * 300]
+CONTEXTS = [[1], [64], [65, 1], [0, 700, 40, 63], [129] * 5]
+#: more parts, and more rows than blocks at once
+LONGER = [[0, 3000, 40, 63], [544] * 5, [290 + i for i in range(64)], [130] * 300]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -25,6 +27,14 @@ CONTEXTS = [[1], [64], [65, 1], [0, 3000, 40, 63], [544] * 5, [290 + i for i in 
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_heads_see_the_keys_of_one(place: Place, heads, contexts: list[int], dtype: torch.dtype):
     decode_and_compare(place, heads, contexts, 16, len(contexts) % 2 == 0, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("contexts", LONGER, ids=lambda contexts: f"{len(contexts)}x{contexts[0]}")
+@pytest.mark.parametrize("heads", HEADS)
+def test_many_heads_see_long_rows_and_many(cuda_place: Place, heads, contexts, dtype: torch.dtype):
+    decode_and_compare(cuda_place, heads, contexts, 16, len(contexts) % 2 == 0, dtype)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
