@@ -95,6 +95,22 @@ TEXTS = [
     b"\n\r\t",
     b"\xe2\x80\xae\xed\x9f\xbf",
 ]
+#: kinds and texts of structured outputs; few fit together
+GUIDE_TYPES = [b"json", b"json_schema", b"regex", b"ebnf_grammar", b"structural_tag", b"yaml", b"\xff", b""]
+GUIDES = [
+    b"",
+    b"{}",
+    b'{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+    b'{"type": "array", "uniqueItems": true}',
+    b'{"items":' * 2000 + b"{}" + b"}" * 2000,
+    b'{"$ref": "#"}',
+    b"[0-9]{1,4}",
+    b"(((a{0,99}){0,99}){0,99})*(?=b)",
+    b'start: "a" start',
+    b"root ::= " + b"(" * 3000,
+    b"\xff\xfe",
+    b"x" * 70_000,
+]
 SAMPLING = [  # vLLM's sampling_parameters
     b"",
     b"{}",
@@ -118,6 +134,9 @@ SAMPLING = [  # vLLM's sampling_parameters
     b'{"logit_bias": {' + b", ".join(b'"%d": 1' % token for token in range(1025)) + b"}}",
     b'{"allowed_token_ids": [5, 6], "max_tokens": 2}',
     b'{"allowed_token_ids": [-1]}',
+    b'{"structured_outputs": {"regex": "[0-9]{2}"}, "max_tokens": 4}',
+    b'{"guided_json": {"type": "array", "uniqueItems": true}}',
+    b'{"guided_grammar": "start: start", "max_tokens": 4}',
     b'{"allowed_token_ids": []}',
     b'{"no_repeat_ngram_size": 2, "typical_p": 0.5, "max_tokens": 2}',
     b'{"prompt_logprobs": 1, "best_of": 2, "max_tokens": 2}',
@@ -299,6 +318,8 @@ class _Draw:
         if datatype == "BYTES":
             if name == "sampling_parameters":
                 return self.r.choice(SAMPLING if edge else SAMPLING[4:6])
+            if name.startswith("guided_decoding_guide"):
+                return self.r.choice(GUIDE_TYPES if name.endswith("_type") else GUIDES)
             if edge:
                 return self.r.choice(TEXTS)
             return b"the small city" if name in ("text_input", "INPUT_0", "QUERY") else b""
