@@ -37,7 +37,7 @@ FLAGS = [
 #: allowed bytes of spills, by file: known, and outside the hot loops
 SPILLS = {
     "gemm_mma.cu": 32,
-    "gemm_packed_mma.cu": 32,
+    "gemm_packed_mma.cu": 36,
     "decode_attention.cu": 328,
     "decode_attention_8bit.cu": 64,
     "decode_several.cu": 376,

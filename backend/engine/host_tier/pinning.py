@@ -21,6 +21,10 @@ class Pinning:
 
     def __init__(self, region: HostRegion, pieces: Sequence[Tensor], device: torch.device):
         self.is_done, self.fault = False, ""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device(
+                "cuda", torch.cuda.current_device()
+            )  # a thread has a current device of its own
         self._region, self._pieces, self._device = region, pieces, device
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
 
