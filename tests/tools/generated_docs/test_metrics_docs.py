@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine import loop
+from tridecode.backend.engine.host_tier.tier import HostTier
+from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.parts import shadow
 from tridecode.backend.engine.schedule.admission import Counters
+from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.service.monitoring.metric_table import ALL_METRICS, ENGINE_METRICS, REPEATED
 from tridecode.tools.generated_docs.metrics import COMMAND, PAGE, main
 
@@ -29,7 +33,12 @@ def test_every_value_of_the_heartbeat_has_a_metric():
     sources = [Path(str(module.__file__)).read_text() for module in (loop, shadow)]
     names = {field.name for field in fields(Counters)}
     block = re.search(r"status\.metrics = \{(.*?)\n        \}", sources[0], re.DOTALL)
-    names |= set(re.findall(r'"(\w+)":', block[1])) | set(re.findall(r"'(\w+)\{", block[1]))
+    parts = [
+        block[1],
+        *map(inspect.getsource, (DecodeLoop._cached_tokens, HostTier.metrics, Learning.metrics)),
+    ]
+    for part in parts:
+        names |= set(re.findall(r'"(\w+)":', part)) | set(re.findall(r"'(\w+)\{", part))
     names |= set(re.findall(r"[\"'](shadow_\w+?)(?=[\"'{])", sources[1]))
     names = {name.removesuffix("_per_token") for name in names} - {row.name for row in fields(EngineConfig)}
     assert names - REPEATED == set(ENGINE_METRICS)
