@@ -55,7 +55,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
             _put(state.bad_ends[slot], ends)
         if params.bad_words or params.no_repeat_ngram_size:
             _put(state.history[slot], start.history)
-        if params.allowed_token_ids:
+        if params.allowed_token_ids and not start.masked:  # else the step may have brought the first mask
             _put(state.masks[slot], mask_of(params.allowed_token_ids, state.masks.shape[1]))
         if params.logit_bias:
             pairs = np.array(list(params.logit_bias.items()), dtype="<i4,<f4")

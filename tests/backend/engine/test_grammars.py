@@ -385,3 +385,12 @@ def test_allowed_token_ids_limit_what_the_grammar_allows(engine: OfflineEngine) 
     for count in (1, 3):
         for one in finished(answers(engine, [output] * count, allowed_token_ids=[*letters, END]), 1.0):
             assert set(one.tokens) <= {*letters, END} and re.fullmatch("[abcxyz]{4,9}", text_of(one))
+
+
+def test_the_first_token_obeys_the_grammar_although_the_request_allows_others(engine: OfflineEngine) -> None:
+    """The slot starts in the step that draws the first token, with a mask of its own."""
+    letters = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abc"]
+    digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
+    params = {"allowed_token_ids": [*letters, digit, END], "logit_bias": {digit: 1000.0}}
+    (one,) = answers(engine, [StructuredOutput("regex", "[a-z]{4,9}")], **params)
+    assert re.fullmatch("[abc]{4,9}", text_of(one))
