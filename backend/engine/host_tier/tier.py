@@ -268,10 +268,10 @@ class HostTier:
         """Finish a copy to the tier. intact: whether the slot holds what its key says."""
         self._outgoing.discard(out.key)
         known = self.slots.block_of(out.key) == out.slot
-        if intact and known:
+        if intact:
             self._bad.pop(out.key, None)
-        elif intact:
-            self.slots.insert(out.parent, [out.key], [out.slot])
+            if not known:
+                self.slots.insert(out.parent, [out.key], [out.slot])
         else:
             self._drops.append(out.slot)
         self.slots.release([out.slot])

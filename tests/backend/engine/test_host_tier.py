@@ -307,6 +307,21 @@ def test_blocks_of_failed_logits_leave_the_tier() -> None:
     ask(run, 2, LONG)
 
 
+def test_a_bad_block_whose_slot_was_evicted_is_found_once_another_slot_has_it() -> None:
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(8), overlap=True)
+    run.submit(1, LONG, max_tokens=8)
+    while not run.memory.filled:
+        run.step()
+    run.pending[-1][1].tokens[:] = -1
+    run.finish()
+    bad = set(run.tier._bad)
+    assert bad
+    fill_cache(run)
+    assert not bad & set(run.tier.slots._blocks), "their slots hold other blocks"
+    ask(run, 2, LONG)
+    assert bad & set(run.tier.slots._blocks) and not run.tier._bad
+
+
 def test_copies_stop_where_computing_is_faster() -> None:
     cost = CopyCost(block_tokens=32)
     assert cost.pays(), "nothing is measured yet"
