@@ -34,7 +34,6 @@ class Transfer:
         self.part = part
         self.outs: list[Tensor] = []
         self.ins: list[Tensor] = []
-        self.wanted: list[int | None] = []
         self.seconds = 0.0
         #: on a GPU: the first copy has begun; the first buffer has come in; all is done
         self.began: torch.cuda.Event | None = None
@@ -75,7 +74,6 @@ class HostStore:
         """Start the copies of a plan, behind all steps that have been launched."""
         self.region.clear([*part.drops, *(out.slot for out in part.outs)])
         transfer = Transfer(part)
-        transfer.wanted = [self.region.checksum(slot) for slot, _ in part.ins]
         if self._stream is None:
             began = time.perf_counter()
             self._copy(transfer)
@@ -99,7 +97,9 @@ class HostStore:
         for out, checksum in zip(transfer.part.outs, outs):
             self.region.fill(out.slot, out.key, out.parent, checksum)
         found = [value for host in transfer.ins for value in host.tolist()]
-        return [value == wanted for value, wanted in zip(found, transfer.wanted)]
+        # not before the end: another rank may have begun this plan before it filled these slots
+        wanted = [self.region.checksum(slot) for slot, _ in transfer.part.ins]
+        return [value == checksum for value, checksum in zip(found, wanted)]
 
     def _time(self, transfer: Transfer) -> None:
         """Set the seconds of the copies in: those of the first buffer, without the wait for steps, times the

@@ -153,6 +153,10 @@ def test_blocks_return_bit_by_bit_with_shapes_of_any_size(dtype: torch.dtype, sh
     ins = [(slot, 7 + number) for number, slot in enumerate((1, 2, 3, 7, 0))]
     assert store.end(store.begin(HostCopies(ins=ins))) == [True] * 5
     assert all(torch.equal(t[7:], w) for t, w in zip([t for c in caches for t in c.tensors], wanted))
+    moved = store.begin(HostCopies(outs=[BlockOut(7, 4, key(8), NONE)]))
+    back = store.begin(HostCopies(ins=[(4, 8)]))  # as a rank that is behind rank 0 may do
+    assert store.end(moved) == [] and store.end(back) == [True]
+    store.region.clear([4])
     store.begin(HostCopies(outs=[BlockOut(0, 3, key(9), NONE)]))  # a kill before its end
     assert store.region.checksum(3) is None and len(store.region.entries()) == 4
 
