@@ -52,7 +52,7 @@ class Constraint:
             self._fill()
         except GrammarFault as fault:
             self.error = fault
-        except Exception as error:  # a fault of the library ends only this request
+        except BaseException as error:  # also a panic of the library: it ends only this request
             self.error = TridecodeError(
                 f"structured_output: the mask of a token could not be computed: {type(error).__name__}"
             )

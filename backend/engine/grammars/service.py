@@ -205,7 +205,7 @@ class Grammars:
             try:
                 matchers = [constraint.matcher for constraint in constraints]
                 faults = list(self._compiler.advance(matchers, [token for _, token in batch], masks))
-            except Exception as error:  # a fault of the library ends only these requests
+            except BaseException as error:  # also a panic of the library: it ends only these requests
                 log.exception("masks could not be computed")
                 faults = [TridecodeError(f"structured_output: {type(error).__name__}")] * len(batch)
             is_slow = time.monotonic() - begun > self._mask_cpu_s
@@ -232,7 +232,7 @@ class Grammars:
                 found.error = next((one.error for one in found.constraints if one.error is not None), None)
             except TridecodeError as error:
                 found.error = error
-            except Exception as error:  # a fault of the library ends only this request
+            except BaseException as error:  # also a panic of the library: it ends only this request
                 log.exception("a grammar could not be compiled")
                 found.error = TridecodeError(f"the grammar could not be compiled: {type(error).__name__}")
             self._compiled.put(found)

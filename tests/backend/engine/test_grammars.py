@@ -394,3 +394,31 @@ def test_the_first_token_obeys_the_grammar_although_the_request_allows_others(en
     params = {"allowed_token_ids": [*letters, digit, END], "logit_bias": {digit: 1000.0}}
     (one,) = answers(engine, [StructuredOutput("regex", "[a-z]{4,9}")], **params)
     assert re.fullmatch("[abc]{4,9}", text_of(one))
+
+
+class _Panic(BaseException):
+    """Like pyo3's PanicException, which is not an Exception."""
+
+
+class _Panicking:
+    """A compiler one of whose methods panics."""
+
+    def __init__(self, compiler: Any, name: str):
+        self._compiler, self._name = compiler, name
+
+    def __getattr__(self, name: str) -> Any:
+        return self._panic if name == self._name else getattr(self._compiler, name)
+
+    def _panic(self, *_: object) -> None:
+        raise _Panic("index out of bounds")
+
+
+@pytest.mark.parametrize("name", ["compile", "advance"])
+def test_a_panic_of_the_library_ends_its_request_and_no_thread(engine: OfflineEngine, name: str) -> None:
+    grammars, output = engine.scheduler.grammars, StructuredOutput("regex", f"{name} [a-c]{{2}}")
+    compiler, grammars._compiler = grammars._compiler, _Panicking(grammars._compiler, name)  # type: ignore
+    try:
+        assert "_Panic" in str(refusal(engine, output))
+    finally:
+        grammars._compiler = compiler
+    assert re.fullmatch(f"{name} [a-c]{{2}}", text_of(answers(engine, [output])[0]))
