@@ -181,9 +181,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", action="append", default=argparse.SUPPRESS)
     given = vars(parser.parse_args())
     if (parent := given.pop("parent")) is not None:
-        processes.die_with_parent()
-        if os.getppid() != parent:  # it has ended already
-            return 1
+        processes.end_with(parent)
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
         return run(FrontArguments(**arguments))  # type: ignore[arg-type]

@@ -138,6 +138,16 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def end_with(parent: int) -> None:
+    """Call die_with_parent, and exit if the parent has ended before. parent: its pid, which it has passed.
+
+    A parent that is killed while its child still imports modules would otherwise leave the child behind.
+    """
+    die_with_parent()
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

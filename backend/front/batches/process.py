@@ -1,4 +1,4 @@
-"""Process that answers the batches of a front: python -m tridecode.backend.front.batches.process
+"""Process that answers the batches of a front: python -m tridecode.backend.front.batches.process PARENT
 
 The front's first process starts it with the workers and ends it before them. It is a client of the workers'
 port like any other: reading lines, JSON and waiting for the disk never hold up the event loop of a worker,
@@ -137,7 +137,7 @@ async def run(settings: BatchSettings) -> None:
 
 
 def main() -> None:
-    processes.die_with_parent()
+    processes.end_with(int(sys.argv[1]))
     os.nice(NICE)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=BatchSettings)
     log_format.configure("openai batches")

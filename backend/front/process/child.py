@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -26,9 +27,10 @@ class Child:
         fds: Sequence[int],
         settings: Callable[[], bytes],
     ):
-        """name: for the log. fds: that it inherits. settings: what it reads from its standard input."""
+        """name: for the log. arguments: of the module; the pid of this process follows them. fds: that it
+        inherits. settings: what it reads from its standard input."""
         self.name = name
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
         self._fds, self._settings = fds, settings
         self.process: subprocess.Popen[bytes] | None = None
         self._start_at = self._pause = self._started_at = 0.0

@@ -1,4 +1,4 @@
-"""One worker of the front: python -m tridecode.backend.front.process.worker NUMBER SOCKET_FD COUNTS_FD
+"""One worker of the front: python -m tridecode.backend.front.process.worker NUMBER SOCKET_FD COUNTS_FD PARENT
 
 Reads FrontSettings as JSON from its standard input. It ends with the process that started it.
 """
@@ -122,8 +122,8 @@ def _within_file_limit(settings: FrontSettings) -> FrontSettings:
 
 
 def main() -> None:
-    processes.die_with_parent()
-    number, socket_fd, counts_fd = map(int, sys.argv[1:4])
+    number, socket_fd, counts_fd, parent = map(int, sys.argv[1:5])
+    processes.end_with(parent)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontSettings)
     log_format.configure(f"openai {number}" if settings.workers > 1 else "openai")
     settings = _within_file_limit(settings)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from msgspec.json import encode
 
 from tests.backend.front.batches.clients import create, ids_of, line, results, upload, wait
 from tests.backend.front.fronts import Front
 from tests.fake_engine import REASON, FakeEngine, FakeSupervisor
 from tests.waiting import wait_until
 from tridecode.backend.front.batches.objects import result_ids
+from tridecode.backend.front.batches.store import Store
+from tridecode.backend.front.settings import FrontSettings
 from tridecode.backend.supervisor import processes
 
 MODULES = {"batches": "tridecode.backend.front.batches.process", "worker": "front.process.worker"}
@@ -194,3 +199,37 @@ def test_what_killed_processes_leave_is_removed(repo: Path, tmp_path: Path) -> N
             wanted = {f"{kept}.data", f"{kept}.json"}
             wait_until(lambda: {path.name for path in (folder / "files").iterdir()} == wanted, 60, "order")
             assert not list((folder / "batches").iterdir())
+
+
+def test_a_child_ends_whose_parent_was_killed_during_its_imports(tmp_path: Path) -> None:
+    """The lock of the batches, or the port, would stay with it, and the next front could not work."""
+    Store(tmp_path).create()
+    settings = FrontSettings(engine_dir="", tokenizer_dir="", batch_dir=str(tmp_path))
+    given = encode({"front": settings, "url": "http://127.0.0.1:1", "key": ""})
+    program = f"""
+import os, signal
+from tridecode.backend.front.process.child import Child
+child = Child("child", {MODULES["batches"]!r}, [], (), lambda: {given!r})
+child.look(0.0)
+child.signal(signal.SIGSTOP)  # its imports end after the death of this process
+print(child.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = processes.identify(int(parent.stdout.readline()))
+    assert child is not None
+    processes.kill(child, signal.SIGCONT)
+    try:
+        wait_until(lambda: not processes.alive(child), 60, "the end of the child")
+    finally:
+        processes.kill(child)
+
+
+@pytest.mark.parametrize("kind", ["batches", "worker"])
+def test_a_child_of_another_process_ends_before_it_reads_its_settings(kind: str) -> None:
+    module = MODULES["batches"] if kind == "batches" else "tridecode.backend.front.process.worker"
+    numbers = [] if kind == "batches" else ["0", "0", "0"]
+    command = [sys.executable, "-m", module, *numbers, "1"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
