@@ -73,7 +73,11 @@ class Upload:
         )
         with self._store.locked():  # a reader of the folder sees a file whole
             os.replace(self._path, self._store.data(self.id))
-            write_whole(self._store.card(self.id), encoded(found))
+            try:
+                write_whole(self._store.card(self.id), encoded(found))
+            except BaseException:
+                self._store.data(self.id).unlink()
+                raise
         os.close(self._fd)
         return found
 

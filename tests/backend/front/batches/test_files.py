@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -14,6 +16,8 @@ from tests.backend.front.batches.clients import data_files, line, upload
 from tests.backend.front.fronts import Front, error_of
 from tests.fake_engine import FakeSupervisor
 from tests.waiting import wait_until
+from tridecode.backend.front.batches.files import Upload
+from tridecode.backend.front.batches.store import Store
 
 FORM = "multipart/form-data; boundary=x"
 
@@ -196,6 +200,19 @@ def test_the_store_is_bounded(supervisor: FakeSupervisor, repo: Path, tmp_path: 
         files.create(file=("e", b"x"), purpose="batch")
         with pytest.raises(openai.APIStatusError, match="has 3 files, which is its limit"):
             files.create(file=("f", b"x"), purpose="batch")
+
+
+def test_a_disk_that_is_full_at_the_end_of_an_upload_keeps_nothing(store: Store, monkeypatch: Any) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    received = Upload(store, 0)
+    received.write(b"{}\n")
+    monkeypatch.setattr("tridecode.backend.front.batches.files.write_whole", full)
+    with pytest.raises(OSError, match="No space"):
+        received.finish("a", "batch")
+    received.abandon()
+    assert not list(store.files.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(repo: Path, tmp_path: Path) -> None:
