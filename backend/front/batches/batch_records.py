@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Collection
 
 import msgspec
 
@@ -143,9 +144,10 @@ def write_state(store: Store, batch_id: str, state: State, sync: bool = True) ->
     write_whole(store.batches / batch_id / "state.json", encoded(state), sync)
 
 
-def all_batches(store: Store) -> list[Batch]:
-    """Return all records, the oldest first."""
-    found = [read_batch(store, name) for name in os.listdir(store.batches) if is_batch_id(name)]
+def all_batches(store: Store, skipped: Collection[str] = ()) -> list[Batch]:
+    """Return all records, the oldest first. skipped: ids of records that are not read."""
+    names = [name for name in os.listdir(store.batches) if is_batch_id(name) and name not in skipped]
+    found = [read_batch(store, name) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: (one.created_at, one.id))
 
 

@@ -25,7 +25,7 @@ from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.batches.sender import Sender
 from tridecode.backend.batches.target import USUAL_CONCURRENCY, Described, Target, describe
 from tridecode.backend.front.batches.answering import Answering
-from tridecode.backend.front.batches.batch_records import all_batches
+from tridecode.backend.front.batches.batch_records import MAX_RECORDS, all_batches
 from tridecode.backend.front.batches.cleaning import clean
 from tridecode.backend.front.batches.objects import FINAL
 from tridecode.backend.front.batches.slots import PatientSender, Slots, watch_clients
@@ -85,11 +85,17 @@ async def _described(target: Target, stop: asyncio.Event) -> Described | None:
 
 async def _answer_found(store: Store, sender: PatientSender, concurrency: int, stop: asyncio.Event) -> None:
     running: dict[str, asyncio.Task[None]] = {}
+    ended: set[str] = set()  # not read again: an idle service would read 1000 records four times a second
     stopping = asyncio.ensure_future(stop.wait())
     while not stop.is_set():
         waiting: set[asyncio.Future[Any]] = {stopping}
-        for batch in await asyncio.to_thread(all_batches, store):
-            if batch.status in FINAL or batch.id in running or len(running) >= MAX_BATCHES:
+        if len(ended) > 2 * MAX_RECORDS:  # most of these do not exist any more
+            ended.clear()
+        for batch in await asyncio.to_thread(all_batches, store, ended):
+            if batch.status in FINAL:
+                ended.add(batch.id)
+                continue
+            if batch.id in running or len(running) >= MAX_BATCHES:
                 continue
             answering = Answering(store, batch, sender, concurrency, stop)
             running[batch.id] = asyncio.create_task(answering.run())
