@@ -34,7 +34,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Usage:
-    """bytes: of all files, uploads at the length that they have reserved. files: without those of batches."""
+    """bytes: of all files, uploads at the length that they have reserved. files: uploads, and results of
+    batches that have ended."""
 
     bytes: int
     files: int
