@@ -22,6 +22,7 @@ from tridecode.backend.base.errors import (
     TridecodeError,
     UnsupportedError,
 )
+from tridecode.backend.batches.target import Target
 
 _CONNECT_S = 5.0
 _BUSY = (429, 503)
@@ -58,13 +59,14 @@ class ServiceClient:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url} is not an address of HTTP; wanted http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
         try:
-            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
-        except httpx.InvalidURL as error:
+            httpx.URL(self.url)
+            options = Target(self.url, api_key).options()
+        except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(f"{url}: {error}; wanted http://host:port") from None
+        self._http = httpx.AsyncClient(**options, timeout=timeout, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._thread.start()
