@@ -56,25 +56,26 @@ class LocalEngine:
         self.tokenizer = TextTokenizer(
             Path(values["tokenizer_dir"]), "the tokenizer's folder", self.skips_special_tokens
         )
-        services = [
-            EngineService.open(
-                str(engine_dir), "python", Owner.this_process(), hold_s=start_timeout_s, number=number
-            )
-            for number in range(values["num_engines"])
-        ]
-        self._services = services
-        self.texts = [
-            TextService(service, self.tokenizer, values.get("stop_ids", ()), chat_template=chat_template)
-            for service in services
-        ]
-        self._open = [0] * len(services)
+        self._services: list[EngineService] = []
         self._lock = threading.Lock()
         try:
-            for service in services:
+            for number in range(values["num_engines"]):
+                owner = Owner.this_process()
+                self._services.append(
+                    EngineService.open(
+                        str(engine_dir), "python", owner, hold_s=start_timeout_s, number=number
+                    )
+                )
+            self.texts = [
+                TextService(service, self.tokenizer, values.get("stop_ids", ()), chat_template=chat_template)
+                for service in self._services
+            ]
+            for service in self._services:
                 service.link.wait_ready(start_timeout_s)
         except BaseException:
             self.close()
             raise
+        self._open = [0] * len(self._services)
 
     def close(self) -> None:
         """Disconnect. The engine's processes end a moment later."""
