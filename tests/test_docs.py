@@ -35,7 +35,7 @@ DRAWINGS = ("client ── gRPC", "tools → converters", "backend/             
 RUN = (
     r"tridecode build-repo --model <[^>]*> --output models$",
     r"tridecode check models",
-    r"tridecode generate (?!.*--schema )",
+    r"tridecode generate (?!.*--(schema|tools) )",
     r"tridecode send-request (tools/requests/)?\S+\.json",
     r"curl .*localhost:8000/v2/models/",
     r"echo '.*' > \w+\.(json|jinja)$",
@@ -53,6 +53,7 @@ LISTED = {
     r"tridecode tritonserver ": "serves on fixed ports",
     r"tridecode build-repo ": "the same as the first one with an option",
     r"tridecode generate .*--schema ": "needs a schema: tests/tools/client/test_forms.py runs it",
+    r"tridecode generate .*--tools ": "needs a file of tools: tests/tools/client/test_forms.py runs it",
     r"tridecode chat ": "a terminal: tests/tools/chat runs it",
     r"tridecode cache ": "the user's own cache: tests/tools/build_repo/test_cache_commands.py runs it",
     r"tridecode demo\b": "downloads a model",

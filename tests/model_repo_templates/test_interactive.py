@@ -20,7 +20,7 @@ ALONE = {"contracts": ["interactive"]}
 #: of the plain model, and not of the interactive one
 NOT_THERE = {"is_return_context_embeddings", "response_input_lengths", "context_embeddings"}
 OURS = {"presence_penalty", "frequency_penalty", "min_length", "min_p", "priority", "lora_name", "resume"}
-OURS |= {"add_special_tokens", "ADD_SPECIAL_TOKENS"}
+OURS |= {"add_special_tokens", "ADD_SPECIAL_TOKENS", "no_repeat_ngram_size", "typical_p"}
 
 
 @pytest.mark.parametrize("kind", ["fastertransformer", "preprocessing", "postprocessing", "ensemble"])

@@ -156,9 +156,9 @@ def stand_in_for_a_gpu() -> None:
     """Make the engine run the start-up phases of a GPU on the CPU."""
     prepare = preparation.prepare
 
-    def run(engine: Engine, phase: Callable[[str], None]) -> None:
+    def run(engine: Engine, phase: Callable[[str], None], *others: Any) -> None:
         engine.is_asynchronous = True
-        prepare(engine, phase)
+        prepare(engine, phase, *others)
         engine.is_asynchronous, engine.graphs, engine.prompt_graphs = False, None, None
 
     preparation.prepare = run

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def _check_preset(name: str) -> str:
     """Check the preset before torch is imported."""
-    from tridecode.tools.bench.shapes.presets import preset
+    from tridecode.tools.bench.shapes.presets import check_preset
 
-    preset(name)
+    check_preset(name)
     return name
 
 

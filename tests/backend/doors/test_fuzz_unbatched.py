@@ -100,6 +100,8 @@ def test_what_is_accepted_has_the_type_and_the_range_of_its_key(values):
     types = {"int": int, "float": float, "bool": bool, "text": str, "texts": list, "ids": list}
     for name, value in found.items():
         key = KEYS_BY_NAME[name]
+        if key.kind == "object":  # service/structured_fields.py reads it
+            continue
         assert type(value) is types[key.kind]
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (int, float)) and not isinstance(item, bool):

@@ -9,7 +9,6 @@ import numpy as np
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.weights.quantization import ROUNDED
-from tridecode.tools.bench.shapes.family_presets import MODELS
 
 #: `--quantization`: formats of the matrices of a preset's layers
 QUANTIZATIONS = ROUNDED
@@ -98,17 +97,42 @@ PRESETS = {
     "llama-3-8b": Preset(_LLAMA3_8B, "bf16"),
     "smollm2-135m": Preset(_SMOLLM2, "bf16"),
     "gpt2": Preset(_GPT2, "fp16"),
-    **{model.model_name: Preset(model, "bf16") for model in MODELS},
     # a benchmark of it takes seconds on any machine
     "toy": Preset(_bloom("toy", 64, 2, 4, vocab=1024), "fp32"),
 }
 
 
+#: presets of family_presets.py, which imports torch: one that is unknown is to be refused before that
+FAMILY_PRESETS = (
+    "mistral-7b",
+    "qwen2-7b",
+    "qwen3-8b",
+    "gemma-2-9b",
+    "gemma-3-4b",
+    "phi-3-mini",
+    "falcon-7b",
+    "gpt-j-6b",
+    "gpt-neox-20b",
+    "opt-6.7b",
+    "mpt-7b",
+    "baichuan2-7b",
+)
+
+
+def check_preset(name: str) -> None:
+    """Raises ConfigError for an unknown name."""
+    if name not in PRESETS and name not in FAMILY_PRESETS:
+        raise ConfigError(f"no preset {name!r}; wanted one of {', '.join((*PRESETS, *FAMILY_PRESETS))}")
+
+
 def preset(name: str) -> Preset:
     """Raises ConfigError for an unknown name."""
-    if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; wanted one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    check_preset(name)
+    if name in PRESETS:
+        return PRESETS[name]
+    from tridecode.tools.bench.shapes.family_presets import MODELS
+
+    return next(Preset(model, "bf16") for model in MODELS if model.model_name == name)
 
 
 def random_prompts(count: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:

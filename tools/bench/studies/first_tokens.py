@@ -20,7 +20,7 @@ from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.reports.report import environment
-from tridecode.tools.bench.shapes.presets import PRESETS, QUANTIZATIONS, random_prompts
+from tridecode.tools.bench.shapes.presets import FAMILY_PRESETS, PRESETS, QUANTIZATIONS, random_prompts
 
 _ROUNDS, _RUNS, _WARM_UP = 3, 8, 3
 _SLOTS = 64
@@ -50,7 +50,7 @@ def first_tokens(engine: Engine, lengths: list[int]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--preset", required=True, choices=list(PRESETS))
+    parser.add_argument("--preset", required=True, choices=[*PRESETS, *FAMILY_PRESETS])
     parser.add_argument("--quantization", default="", choices=["", *QUANTIZATIONS])
     parser.add_argument("--int8-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto")

@@ -26,7 +26,7 @@ from tridecode.backend.models import family, model_config_ini, read_model_config
 from tridecode.model_repo_templates.pbtxt import parse_model_config
 from tridecode.tools.bench.load.prompts import find_tokenizer
 from tridecode.tools.bench.shapes.hf_config import hf_config
-from tridecode.tools.bench.shapes.presets import PRESETS, preset
+from tridecode.tools.bench.shapes.presets import FAMILY_PRESETS, PRESETS, preset
 from tridecode.tools.bench.shapes.random_repo import toy_tokenizer, write_random_repository
 
 
@@ -94,7 +94,7 @@ THEIRS = {
 UNUSED_ROWS = {"opt-6.7b": 2}
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted((*PRESETS, *FAMILY_PRESETS)))
 def test_a_preset_has_as_many_parameters_as_transformers_model_of_it(name) -> None:
     model = preset(name).model
     with torch.device("meta"):
@@ -104,7 +104,7 @@ def test_a_preset_has_as_many_parameters_as_transformers_model_of_it(name) -> No
     assert ours == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted((*PRESETS, *FAMILY_PRESETS)))
 def test_a_preset_is_the_model_that_its_config_ini_describes(name, tmp_path) -> None:
     model = preset(name).model
     (tmp_path / "config.ini").write_text(model_config_ini(model, 1), encoding="utf-8")
