@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tridecode.backend.base.errors import TridecodeError
@@ -102,10 +102,11 @@ def checksum(row: bytes) -> int:
     words = [int.from_bytes(row[i : i + 8], "little", signed=True) for i in range(0, len(row), 8)]
     by_column = sum(word * (((i % columns + 1) * odd) | 1) for i, word in enumerate(words))
     by_row = sum(word * (((i // columns + 1) * odd) | 1) for i, word in enumerate(words))
-    return (3 * by_column + by_row + 2**63) % 2**64 - 2**63
+    return (2 * by_column + by_row + 2**63) % 2**64 - 2**63
 
 
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), units=st.integers(1, 5))
+@example(seed=118357569, rows=2, units=2)  # the highest bit of a word
 @settings(deadline=None, max_examples=25)
 def test_checksums_are_those_of_whole_numbers_and_notice_every_change(
     seed: int, rows: int, units: int
