@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 
-SECRET_BYTES = 32
+from tridecode.backend.base.memory_file import create_file
+
 _OPTION = "--host-cache-fd"
 
 _log = logging.getLogger("tridecode.supervisor")
@@ -39,7 +39,7 @@ class HostCache:
         try:
             fd = self._files.get(rank)
             if fd is None:
-                fd = self._files[rank] = _create(size, rank)
+                fd = self._files[rank] = create_file(size, f"tridecode-host-cache-{rank}")
         except OSError as error:
             _log.warning("no memory for the host tier of rank %d (%d bytes): %s", rank, size, error)
             return []
@@ -55,15 +55,3 @@ class HostCache:
 def inherited(command: Sequence[str]) -> tuple[int, ...]:
     """Return the descriptors of memory files that a rank's command names."""
     return tuple(int(value) for option, value in zip(command, command[1:]) if option == _OPTION)
-
-
-def _create(size: int, rank: int) -> int:
-    """Return the descriptor of a new memory file that begins with a random secret."""
-    fd = os.memfd_create(f"tridecode-host-cache-{rank}", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, size)
-        os.pwrite(fd, secrets.token_bytes(SECRET_BYTES), 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

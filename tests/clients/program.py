@@ -25,7 +25,7 @@ class Program:
     server's answer, on a route of chats its answer to the chat. shows: a regular expression that its output
     must hold; never: one that it must not. options: of build-repo, needed where the default repository does
     not do. source: a file of a source checkout (--sources); without it the requests `recorded`, pairs of
-    client and model, are sent in its place. why: the reason why it is expected to fail, if it is.
+    client and model, are sent in its place. why: the reason for an expected failure; empty: it should pass.
     flag: what the command has that the program's own documentation has not.
     """
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.batches import LOWEST_PRIORITY
 from tridecode.backend.batches.answer_files import AnswerFiles
 from tridecode.backend.batches.lines import InputLines, count_lines
 from tridecode.backend.batches.meter import Meter
@@ -22,8 +23,6 @@ from tridecode.tools.batch.own_service import own_service
 from tridecode.tools.batch.progress import BatchProgress, summary
 from tridecode.tools.build_repo.cache import Conversion
 from tridecode.tools.progress import spinner
-
-LOWEST_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from tridecode.backend.base.errors import ConfigError
-
-_LOWEST_PRIORITY = 2**31 - 1
+from tridecode.backend.batches import LOWEST_PRIORITY
 
 
 def batch(
@@ -48,7 +47,7 @@ def batch(
             "service gets it.",
             show_default=False,
         ),
-    ] = _LOWEST_PRIORITY,
+    ] = LOWEST_PRIORITY,
     api_key: Annotated[
         str,
         typer.Option(envvar="TRIDECODE_API_KEY", help="Key of the service.", show_default=False),

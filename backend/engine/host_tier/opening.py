@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.device_state import DeviceState
-from tridecode.backend.engine.host_tier.region import HostRegion, create_file
+from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 

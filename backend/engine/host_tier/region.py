@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-SECRET_BYTES = 32
+from tridecode.backend.base.memory_file import SECRET_BYTES
+
 _PAGE = 4096
 #: the table's alignment of the data behind it
 _ALIGN = 1 << 12
@@ -43,18 +43,6 @@ class Entry(NamedTuple):
     key: bytes
     parent: bytes
     serial: int
-
-
-def create_file(size: int, name: str = "tridecode-host-cache") -> int:
-    """Return the descriptor of a new memory file of `size` bytes, which begins with a random secret."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, size)
-        os.pwrite(fd, secrets.token_bytes(SECRET_BYTES), 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 class HostRegion:

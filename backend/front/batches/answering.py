@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.batches import LOWEST_PRIORITY
 from tridecode.backend.batches.answer_files import AnswerFiles
 from tridecode.backend.batches.lines import InputLines, Request, count_lines
 from tridecode.backend.batches.meter import Meter
@@ -29,7 +30,6 @@ from tridecode.backend.front.batches.objects import (
 )
 from tridecode.backend.front.batches.store import Store
 
-LOWEST_PRIORITY = 2**31 - 1
 _LOOK_S = 0.2
 _log = logging.getLogger("tridecode.front.batches")
 

@@ -12,8 +12,8 @@ extern "C" {
 //
 // activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU, and 5, a gated GELU
 // (tanh): weight and bias hold the gate rows, then the up rows, and out has outputs / 2 columns.
-// With a cache: the outputs are the heads of query, key and value; query and key are rotated unless
-// rotary_size is 0, and key and value are also written to the cache.
+// A task with a cache has the heads of query, key and value as outputs; query and key are rotated
+// unless rotary_size is 0, and key and value are also written to the cache.
 //
 // kernels/gemm/table.py chooses the function, the tile and the split. A function refuses a task for
 // which it has no instance.

@@ -1,7 +1,7 @@
 // residual[t, :] += norm(x[t, :]), rounded, then normed[t, :] = next_norm(residual[t, :]): the
 // norms around the sum of a sandwich layer. One block per row, which stays in registers.
 //
-// As norm.cu, it lets the GEMM after it become resident before x is ready.
+// The kernel lets the GEMM after it become resident before x is ready, like norm.cu.
 //
 // Bytes moved: 5 * T * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench add_normed

@@ -719,7 +719,7 @@ BAD = {
         "INVALID_ARG",
         "embedding_bias_words has 2 words and embedding_bias_weights has 1 numbers for row 0",
     ),
-    "bias that is no number": (
+    "NaN as a bias": (
         tensors("a", embedding_bias_words=["x"], embedding_bias_weights=np.full((1, 1), np.nan, np.float32)),
         "INVALID_ARG",
         "embedding_bias_weights of row 0 has nan",

@@ -16,8 +16,8 @@ from tests.backend.engine.test_prefix_models import GREEDY, beginnings, computed
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import gpt2, llama
 from tests.checkpoints import FAMILIES, save
+from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS
-from tridecode.backend.engine.host_tier.region import create_file
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams

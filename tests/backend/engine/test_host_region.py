@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
 from tridecode.backend.engine.host_tier.checksum import UNIT_BYTES, Checksums
-from tridecode.backend.engine.host_tier.region import HostRegion, create_file
+from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
 from tridecode.backend.engine.parts.host_copies import BlockOut, HostCopies, empty_plan
 from tridecode.backend.engine.step import plan_frame

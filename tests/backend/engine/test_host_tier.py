@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from tests.backend.engine.host_device import SECRET, HostMemory, HostRun
-from tests.backend.engine.test_prefix_cache import SHARED, computed
+from tests.backend.engine.request_rules import SHARED, RequestMachine
+from tests.backend.engine.test_prefix_cache import computed
 from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.host_tier.cost import CopyCost
@@ -23,7 +24,7 @@ LONG = [(7 * i) % 50 for i in range(24)]
 SMALL = limits(num_blocks=10, max_step_tokens=16)
 
 
-class HostMachine(RuleBasedStateMachine):
+class HostMachine(RequestMachine):
     """Requests with common beginnings over a small cache and a small tier: cancelled, preempted, abandoned,
     their slots damaged, their engine killed, at any time."""
 
@@ -40,12 +41,6 @@ class HostMachine(RuleBasedStateMachine):
         self.run = HostRun(self.sizes, HostMemory(slots), overlap, most)
         self.number = 0
         self.wanted: dict[int, tuple[list[int], SamplingParams]] = {}
-
-    def submit(self, prompt: list[int], **params) -> None:
-        self.number += 1
-        with contextlib.suppress(RequestError, CapacityError):
-            self.run.submit(self.number, prompt, **params)
-            self.wanted[self.number] = prompt, SamplingParams(**params)
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -90,15 +85,6 @@ class HostMachine(RuleBasedStateMachine):
             self.wanted[self.number] = [*history, *ids.tolist()], params
             self.run.talk = self.number, self.wanted[self.number][0]  # type: ignore[attr-defined]
 
-    @rule(shared=st.sampled_from(SHARED), width=st.integers(2, 3), count=st.integers(1, 5))
-    def search(self, shared: list[int], width: int, count: int) -> None:
-        self.submit([*shared, 5], max_tokens=count, beam_width=width)
-
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.run.scheduler.cancel(DOOR, data.draw(st.integers(1, self.number + 1)))
-        self.run.take(self.run.scheduler.take_events())
-
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -107,15 +93,6 @@ class HostMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.run.finish()
-
-    @rule()
-    def run_out_of_memory(self) -> None:
-        if self.run.scheduler.limits.micro_batches > 1:  # ranks that wait for each other end instead
-            return
-        plan = self.run.scheduler.plan()
-        if plan is not None:
-            self.run.scheduler.abandon(plan, CapacityError("no memory"))
-        self.run.take(self.run.scheduler.take_events())
 
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:

@@ -14,7 +14,8 @@ from tests.backend.engine.test_host_models import assert_same, flush, tier_of
 from tests.backend.engine.test_pooling import run_ahead
 from tests.backend.engine.test_prefix_models import GREEDY
 from tests.checkpoints import FAMILIES
-from tridecode.backend.engine.host_tier.region import HostRegion, create_file
+from tridecode.backend.base.memory_file import create_file
+from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.engine.parts.host_copies import BlockOut, HostCopies

@@ -3,22 +3,19 @@ wrong block as a wrong token."""
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
+from tests.backend.engine.request_rules import SHARED, RequestMachine
 from tests.backend.engine.toy_device import DOOR, Run, expected, limits
-from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.engine.cache.block_keys import Context
 from tridecode.backend.engine.schedule.waiting import MOST_OVERTAKEN
 from tridecode.backend.wire.messages import SamplingParams
 
 WIDE = {"num_blocks": 400, "max_sequence_tokens": 400, "max_step_tokens": 64}
-#: beginnings that requests share: 0 to 3 blocks of 4 tokens and a part of one
-SHARED = [[], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9, 9, 8, 8, 8, 8, 7]]
 
 
 def computed(run: Run) -> int:
@@ -29,7 +26,7 @@ def cached(run: Run) -> int:
     return run.scheduler.cache.cached_tokens
 
 
-class PrefixMachine(RuleBasedStateMachine):
+class PrefixMachine(RequestMachine):
     """Requests with common beginnings, rounds of conversations, samples and beams, with every use of the
     cache; cancelled, preempted and abandoned at any time."""
 
@@ -53,12 +50,6 @@ class PrefixMachine(RuleBasedStateMachine):
             return key
 
         hasher._hash = recorded
-
-    def submit(self, prompt: list[int], **params) -> None:
-        self.number += 1
-        with contextlib.suppress(RequestError, CapacityError):
-            self.run.submit(self.number, prompt, **params)
-            self.wanted[self.number] = prompt, SamplingParams(**params)
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -92,28 +83,10 @@ class PrefixMachine(RuleBasedStateMachine):
             prompt = [*self.wanted[number][0], *self.run.tokens[number, 0]]
             self.submit(prompt + (new if data.draw(st.booleans()) else []), max_tokens=count)
 
-    @rule(shared=st.sampled_from(SHARED), width=st.integers(2, 3), count=st.integers(1, 5))
-    def search(self, shared: list[int], width: int, count: int) -> None:
-        self.submit([*shared, 5], max_tokens=count, beam_width=width)
-
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.run.scheduler.cancel(DOOR, data.draw(st.integers(1, self.number + 1)))
-        self.run.take(self.run.scheduler.take_events())
-
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.run.step()
-
-    @rule()
-    def run_out_of_memory(self) -> None:
-        if self.run.scheduler.limits.micro_batches > 1:  # ranks that wait for each other end instead
-            return
-        plan = self.run.scheduler.plan()
-        if plan is not None:
-            self.run.scheduler.abandon(plan, CapacityError("no memory"))
-        self.run.take(self.run.scheduler.take_events())
 
     @invariant()
     def users_are_counted_and_every_indexed_block_holds_its_tokens(self) -> None:
