@@ -6,9 +6,8 @@ source tensor is used, or ignored by its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.wheel import PYTHONS
 from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import Reference
+from tridecode.tools.serve.triton_install import OLDEST_PYTHON
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -343,6 +345,18 @@ def test_the_environment_of_a_door_has_all_that_doors_import() -> None:
         targets = {resolved(name, known) for name in ours} - reached - {""}
         reached |= targets
         todo += targets
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    """Its wheel is tested, serve refuses older doors, and no dependency is left out on any Python."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, oldest = settings["project"], ".".join(map(str, OLDEST_PYTHON))
+    assert project["requires-python"] == f">={oldest}"
+    assert settings["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert PYTHONS[0] == oldest
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    assert not [line for line in [*project["dependencies"], *extras] if "python_version" in line]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Callable, cast
+from typing import Any, cast
 
 from tridecode.backend.base.errors import CapacityError
 from tridecode.backend.chat.child_process import (

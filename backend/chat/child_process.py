@@ -115,8 +115,6 @@ class Child:
             return self._receive(deadline)
         except TimeoutError:
             raise TemplateFault(self.limits.late) from None
-        except socket.timeout:  # a class of its own before Python 3.10
-            raise TemplateFault(self.limits.late) from None
         except (EOFError, OSError):
             raise self.lost() from None
 
@@ -161,10 +159,7 @@ class Child:
             if left <= 0:
                 raise TimeoutError
             self.socket.settimeout(left)
-            try:
-                piece = self.socket.recv(min(READ, size - len(data)))
-            except socket.timeout:  # TimeoutError since Python 3.10
-                raise TimeoutError from None
+            piece = self.socket.recv(min(READ, size - len(data)))
             if not piece:
                 raise EOFError
             data += piece

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Callable
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.chat.json_scanner import WHITESPACE

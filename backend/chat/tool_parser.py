@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Callable, NamedTuple, Union
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from tridecode.backend.chat.tool_bodies import Body
 from tridecode.backend.chat.tool_formats import ToolFormat
@@ -38,7 +38,7 @@ class CallBroken(NamedTuple):
     text: str
 
 
-Delta = Union[Content, CallStart, Arguments, CallBroken]
+Delta = Content | CallStart | Arguments | CallBroken
 
 
 class ToolCallParser:

@@ -8,9 +8,9 @@ docs/reference/config_pbtxt.md. The engine's own rows are the fields of
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from tridecode.backend.base.errors import ConfigError
 

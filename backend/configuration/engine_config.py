@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Callable, TypeVar
+from typing import Any, TypeVar
 
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
 from tridecode.backend.configuration.door_parameters import Parameter, refuse_unknown

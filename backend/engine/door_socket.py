@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Union
 
 import msgspec
 import zmq
@@ -25,7 +25,7 @@ from tridecode.backend.wire import messages as m
 
 log = logging.getLogger("tridecode.engine")
 
-Incoming = Union[m.Submit, HashedSubmit, m.Cancel, m.EndSession, m.Goodbye]
+Incoming = m.Submit | HashedSubmit | m.Cancel | m.EndSession | m.Goodbye
 #: a door that is silent for longer is frozen or dead; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
 _LOOK_S = 1.0  # interval at which the doors' processes and the socket's file are checked

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
 from tridecode.backend.configuration.model_config import MAX_POSITIONS, ModelConfig

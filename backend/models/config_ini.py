@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import configparser
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
 from tridecode.backend.configuration.model_config import (

@@ -5,10 +5,10 @@ A family subclasses `Decoder` and chooses its form in `forward`. Letters as in k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

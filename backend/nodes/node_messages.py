@@ -7,8 +7,6 @@ complete order. So the next message replaces a lost one, after any break of the 
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import msgspec
 
 from tridecode.backend.wire.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
@@ -21,7 +19,7 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     pid: int
-    code: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    code: int | None
     state: str
 
 
@@ -60,4 +58,4 @@ class NodeOrder(msgspec.Struct, frozen=True, tag="order"):
     refusal: str = ""
 
 
-ToLeader = Union[NodeReport, RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
+ToLeader = NodeReport | RankReady | RankProgress | RankFailed | RankDigest | EngineBeat

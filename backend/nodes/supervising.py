@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Union
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_instances import num_engines, read_groups
@@ -19,7 +18,7 @@ from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint
 from tridecode.backend.supervisor.ranks import RankGroup
 
-Life = Union[EngineLife, Lender]
+Life = EngineLife | Lender
 
 
 class Nodes:

@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import zmq

@@ -17,9 +17,9 @@ import socket as posix
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Callable
 
 import msgspec
 import zmq

@@ -6,7 +6,8 @@ machines through Triton.
 
 from __future__ import annotations
 
-from typing import Callable, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from tridecode.backend.wire import messages as m
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class PromptScores:
     def __init__(self, ids: Sequence[int], count: int, vocab_size: int):
         """count: number of most likely tokens at each position."""
         self.ids, self.count, self._vocab_size = list(ids), count, vocab_size
-        self.log_probs: list[Optional[float]] = [None]  # noqa: UP045  the first token follows nothing
+        self.log_probs: list[float | None] = [None]  # the first token follows nothing
         self.ranks = [0]
         self.best: list[list[tuple[int, float]]] = [[]]
 
@@ -57,9 +57,9 @@ class PromptScores:
         best = best[np.argsort(-values[best], kind="stable")]
         return [(int(token), max(float(values[token]) - total, LOWEST)) for token in best]
 
-    def alternatives(self, texts: TokenTexts, count: int) -> list[Optional[Alternatives]]:  # noqa: UP045
+    def alternatives(self, texts: TokenTexts, count: int) -> list[Alternatives | None]:
         """Return vLLM's prompt_logprobs: None, then each token of the prompt with the `count` best ones."""
-        found: list[Optional[Alternatives]] = [None]  # noqa: UP045
+        found: list[Alternatives | None] = [None]
         rows = zip(self.ids, self.log_probs, self.ranks, self.best)
         next(rows, None)
         for token, log_prob, rank, best in rows:

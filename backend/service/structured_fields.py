@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.chat.fields import FieldError, UnsupportedField, shown
@@ -39,7 +39,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 _NO_EFFECT = ("disable_fallback", "backend", "backend_was_auto", "_backend", "_backend_was_auto")
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-Output = Optional[StructuredOutput]
+Output = StructuredOutput | None
 
 
 def read_response_format(where: str, value: Any) -> Output:

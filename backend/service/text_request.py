@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from tridecode.backend.service.learned_prompts import RowPrompt
 from tridecode.backend.service.limits import TextLimits
@@ -14,7 +13,7 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 _ID_BYTES = 4
 
 #: a text, or its token ids
-Prompt = Union[str, Sequence[int]]
+Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)

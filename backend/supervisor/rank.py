@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from typing import Protocol, Union
+from typing import Protocol
 
 from tridecode.backend.supervisor import processes
 from tridecode.backend.supervisor.host_cache import inherited
 from tridecode.backend.wire.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 
-RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
+RankMessage = RankReady | RankProgress | RankFailed | RankDigest | EngineBeat
 
 
 class RankProcess(Protocol):

@@ -7,8 +7,8 @@ token costs a look-up and the decoding of its own bytes; `tokenizers` would have
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 

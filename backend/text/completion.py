@@ -4,8 +4,8 @@ reasons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
 from tridecode.backend.text.stop_words import StopAutomaton, StopMatcher

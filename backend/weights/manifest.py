@@ -10,9 +10,8 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Callable, Optional
 
 import msgspec
 
@@ -68,7 +67,7 @@ class ManifestTensor(msgspec.Struct, frozen=True):
     name: str
     shape: list[int]
     dtype: str
-    axis: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    axis: int | None
     sections: list[int]
     files: list[ManifestFile]
     zeros: int = 0

@@ -6,7 +6,7 @@ torch. A door has one DEALER socket to rank 0 of the engine (a ROUTER) and one t
 
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import Any
 
 import msgspec
 
@@ -28,8 +28,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: bytes  # int32 token ids, little-endian
     params: SamplingParams = SamplingParams()
     lora_name: str = ""  # name of the adapter; "": the base model
-    learned: Optional[LearnedPrompt] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
-    structured_output: Optional[StructuredOutput] = None  # noqa: UP045
+    learned: LearnedPrompt | None = None
+    structured_output: StructuredOutput | None = None
 
 
 # ---------------------------------------------------------------- door -> engine
@@ -97,7 +97,7 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     tokens: bytes = b""
     ended: bool = False
     context_rows: int = 0
-    perf: Optional[Perf] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    perf: Perf | None = None
     steps: list[BeamStep] = []
 
 
@@ -113,7 +113,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     priority: int = 0  # smaller is sooner
     timeout_s: float = 0.0  # deadline, from arrival; 0: the engine's default
     label: str = ""  # the client's request id, for logs
-    session: Union[SessionRound, None] = None  # noqa: UP007  # Python 3.9
+    session: SessionRound | None = None
     sent: list[Sent] = []
 
 
@@ -200,7 +200,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     top_log_probs: list[TopLogProbs] = []  # one per token, where SamplingParams.top_log_probs is set
     extra: EventExtra | None = None
     #: steps of a beam search without a pool, which sends no other tokens
-    beams: Optional[BeamStep] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    beams: BeamStep | None = None
     queued_s: float = 0.0  # with the first tokens of a prompt: how long it waited for a slot and blocks
     cached_tokens: int = 0  # with the first tokens of a prompt: tokens of it whose blocks were cached
 
@@ -311,10 +311,10 @@ BEAT_S = 0.25  # heartbeats of ranks and of the supervisor
 PING_S = 1.0  # heartbeats of doors
 SILENCE_S = 3.0  # a rank that is silent for longer counts as dead
 
-ToEngine = Union[Hello, Submit, Cancel, EndSession, Goodbye, Ping]
-FromEngine = Union[Welcome, Events, EngineBeat, Unknown]
-ToSupervisor = Union[Hello, Ping, Goodbye, RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
-FromSupervisor = Union[EngineState, Stop, Unknown]
+ToEngine = Hello | Submit | Cancel | EndSession | Goodbye | Ping
+FromEngine = Welcome | Events | EngineBeat | Unknown
+ToSupervisor = Hello | Ping | Goodbye | RankReady | RankProgress | RankFailed | RankDigest | EngineBeat
+FromSupervisor = EngineState | Stop | Unknown
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {}  # by id(): hashes of unions are slow

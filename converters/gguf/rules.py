@@ -8,9 +8,9 @@ llama.cpp b11549, convert_hf_to_gguf.py and src/models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig

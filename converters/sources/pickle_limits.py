@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import pickle
 import pickletools
-from typing import Any, BinaryIO, Callable
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 #: about 36 for an entry of a state dict; they take 1 to 2 s
 MAX_OPERATIONS = 1_000_000

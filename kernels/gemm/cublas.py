@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

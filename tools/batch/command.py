@@ -1,7 +1,7 @@
 """The command `tridecode batch`."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,22 +15,22 @@ def batch(
         Path, typer.Argument(metavar="OUT", help="File of answers; an earlier run's is continued.")
     ],
     url: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(metavar="URL", help="Running service with OpenAI's API, as http://localhost:9000."),
     ] = None,
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="Without a server: a model repository, or a checkpoint, which is converted on first use: a "
             "folder, a .gguf file or a hub id."
         ),
     ] = None,
     errors: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="File of lines without an answer. Default: OUT's name with .errors.jsonl."),
     ] = None,
     concurrency: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             min=1,
             max=4096,
@@ -53,16 +53,16 @@ def batch(
         typer.Option(envvar="TRIDECODE_API_KEY", help="Key of the service.", show_default=False),
     ] = "",
     served_model_name: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(help="With --model: name that lines give it, may be repeated. Default: its own."),
     ] = None,
     quantize: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(metavar="FORMAT", help="With a checkpoint: int8, int4, fp8 ... as in `build-repo`."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="With a checkpoint: GPUs that share each layer.")] = 1,
     cache: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="Folder of converted checkpoints. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."
         ),

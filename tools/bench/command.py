@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -86,9 +86,7 @@ def engine(
 @app.command()
 def server(
     preset: Preset = "smollm2-135m",
-    repository: Annotated[
-        Optional[Path], typer.Option(help="A model repository instead of the preset.")
-    ] = None,
+    repository: Annotated[Path | None, typer.Option(help="A model repository instead of the preset.")] = None,
     dtype: Dtype = None,
     device: Device = "auto",
     streams: Annotated[str, typer.Option(help="Concurrent streams, separated by commas.")] = "1,64,256",
@@ -188,7 +186,7 @@ def mix(
 @app.command()
 def beside(
     model: Annotated[
-        Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
+        str | None, typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
     ] = None,
     streams: Annotated[str, typer.Option(help="Concurrent streams, separated by commas.")] = "1,16,64",
     prompt_tokens: PromptTokens = 64,
@@ -224,7 +222,7 @@ def loading(
     device: Device = "auto",
     loads: Annotated[int, typer.Option(min=2, help="Number of loads, each in a new process.")] = 3,
     folder: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
@@ -250,7 +248,7 @@ def loading(
 @app.command()
 def agree(
     model: Annotated[
-        Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
+        str | None, typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt.")] = 64,
     prompts: Annotated[int, typer.Option(help="Number of prompts, at most 16.")] = 16,
@@ -276,7 +274,7 @@ def load(
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
     model: Annotated[
-        Optional[str], typer.Option("--model", "-m", help="Default: the streaming text model.")
+        str | None, typer.Option("--model", "-m", help="Default: the streaming text model.")
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Token ids through fastertransformer_streaming, not text.")
@@ -285,10 +283,10 @@ def load(
         str, typer.Option(help="Concurrent requests, separated by commas: one run each.")
     ] = "1",
     request_rate: Annotated[
-        Optional[str], typer.Option(help="Poisson arrivals per second, instead of --concurrency.")
+        str | None, typer.Option(help="Poisson arrivals per second, instead of --concurrency.")
     ] = None,
     requests: Annotated[
-        Optional[int], typer.Option(help="Requests of each run; default: 4 times the concurrency.")
+        int | None, typer.Option(help="Requests of each run; default: 4 times the concurrency.")
     ] = None,
     prompt_tokens: PromptTokens = 512,
     output_tokens: OutputTokens = 128,
@@ -299,7 +297,7 @@ def load(
         bool, typer.Option("--natural-ends", help="Let the model end a text before --output-tokens.")
     ] = False,
     processes: Annotated[
-        Optional[int], typer.Option(help="Processes of the load generator; default: one per 16 streams.")
+        int | None, typer.Option(help="Processes of the load generator; default: one per 16 streams.")
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
     max_seconds: Annotated[

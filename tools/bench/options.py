@@ -1,7 +1,8 @@
 """Options shared by commands of `tridecode bench`, and the Job that they describe."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -26,13 +27,11 @@ Preset = Annotated[
         callback=_check_preset,
     ),
 ]
-Model = Annotated[
-    Optional[Path], typer.Option(help="A repository or weight directory instead of the preset.")
-]
-Dtype = Annotated[Optional[str], typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
+Model = Annotated[Path | None, typer.Option(help="A repository or weight directory instead of the preset.")]
+Dtype = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Batches = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(
         help="Concurrent sequences, separated by commas; one number (16) with --prompts or --workload."
     ),
@@ -40,7 +39,7 @@ Batches = Annotated[
 PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 OutputTokens = Annotated[int, typer.Option(min=2, help="New tokens of each sequence, never fewer.")]
 WorkloadOutput = Annotated[
-    Optional[int],
+    int | None,
     typer.Option(min=2, help="New tokens of each sequence; default: 128, or the workload's."),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")]
@@ -57,7 +56,7 @@ def _check_output(folder: Path) -> Path:
 
 
 Quantization = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(
         help="Quantise the preset's matrices: int8, fp8 or int4; with activations: w8a8-int8, w8a8-fp8, "
         "w8a8-fp8-blocks (128 x 128)."
@@ -65,38 +64,36 @@ Quantization = Annotated[
 ]
 Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.", callback=_check_output)]
 Prompts = Annotated[
-    Optional[Path], typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
+    Path | None, typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
 ]
-Workload = Annotated[Optional[str], typer.Option(help="Random prompts with a data set's lengths: lambada.")]
-Requests = Annotated[
-    Optional[int], typer.Option(min=1, help="Use only this many of --prompts or --workload.")
-]
+Workload = Annotated[str | None, typer.Option(help="Random prompts with a data set's lengths: lambada.")]
+Requests = Annotated[int | None, typer.Option(min=1, help="Use only this many of --prompts or --workload.")]
 Tokenizer = Annotated[
-    Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
+    Path | None, typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
 ]
 Int8Head = Annotated[bool, typer.Option("--int8-head", help="Quantise the head to int8.")]
 CacheDtype = Annotated[str, typer.Option(help="dtype of the KV cache: auto, fp8 or int8.")]
-DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
+DoorPython = Annotated[str | None, typer.Option(help="Python of the server's models: numpy < 2.")]
 RESULTS = Path("build/bench")
 _Number = TypeVar("_Number", int, float)
 
 
 def job_of(
     preset: str,
-    directory: Optional[Path],
-    dtype: Optional[str],
+    directory: Path | None,
+    dtype: str | None,
     device: str,
-    batches: Optional[str],
+    batches: str | None,
     sizes: tuple[int, ...],
     prompt_tokens: int,
-    output_tokens: Optional[int],
+    output_tokens: int | None,
     repeats: int,
     tp: int,
-    prompts: Optional[Path] = None,
-    tokenizer: Optional[Path] = None,
-    workload: Optional[str] = None,
-    requests: Optional[int] = None,
-    quantization: Optional[str] = None,
+    prompts: Path | None = None,
+    tokenizer: Path | None = None,
+    workload: str | None = None,
+    requests: int | None = None,
+    quantization: str | None = None,
 ) -> "Job":
     from tridecode.tools.bench import jobs
     from tridecode.tools.bench.load.workloads import LAMBADA_OUTPUT
@@ -128,7 +125,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return _list_of(int, text, "whole numbers of 1 or more, e.g. 1,8,64", 1)
 
 
-def rates(text: Optional[str]) -> tuple[float, ...]:
+def rates(text: str | None) -> tuple[float, ...]:
     return () if text is None else _list_of(float, text, "requests per second, e.g. 0.5,2,8", 1e-9)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ app = typer.Typer(
     help="Show and remove converted checkpoints.",
 )
 _Folder = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option("--cache", help="Folder of repositories. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."),
 ]
 
@@ -41,7 +41,7 @@ def list_entries(cache: _Folder = None) -> None:
 
 @app.command("rm")
 def remove_entries(
-    names: Annotated[Optional[list[str]], typer.Argument(help="Names as `cache list` shows them.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names as `cache list` shows them.")] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Remove all repositories that no process uses.")
     ] = False,

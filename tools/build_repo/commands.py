@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -20,11 +20,11 @@ def build_repo(
     tp: Annotated[int, typer.Option(min=1, help="tensor_para_size: GPUs that share each layer.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="pipeline_para_size: stages of layers.")] = 1,
     dtype: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="fp32, fp16 or bf16; default: the checkpoint's with a GPU, fp32 without."),
     ] = None,
     for_clients: Annotated[
-        Optional[str],
+        str | None,
         _contracts(
             "--for",
             metavar="CLIENTS",
@@ -32,14 +32,14 @@ def build_repo(
         ),
     ] = None,
     contract: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         _contracts(
             metavar="NAME[,NAME...]",
             help="Contracts to serve (docs/guides/clients.md); default: fastertransformer,tensorrt_llm.",
         ),
     ] = None,
     owner: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         _contracts(
             metavar="CONTRACT[,CONTRACT...]",
             help="Contract that keeps a model name used by several contracts.",
@@ -47,7 +47,7 @@ def build_repo(
     ] = None,
     ensemble_owner: Annotated[str, _contracts(help="The same, only for the model `ensemble`.")] = "",
     decoupled: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         _contracts(metavar="CONTRACT", help="Contract whose usual model names stream; may be repeated."),
     ] = None,
     decoupled_fastertransformer: Annotated[
@@ -84,33 +84,33 @@ def build_repo(
         ),
     ] = False,
     setting: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Engine parameter, e.g. max_sequences=128."),
     ] = None,
     model_name: Annotated[
-        Optional[str], typer.Option(help="model_name in config.ini; default: the checkpoint's name.")
+        str | None, typer.Option(help="model_name in config.ini; default: the checkpoint's name.")
     ] = None,
-    tokenizer: Annotated[Optional[Path], _source(help="Take the tokenizer from this folder.")] = None,
+    tokenizer: Annotated[Path | None, _source(help="Take the tokenizer from this folder.")] = None,
     lora: Annotated[
-        Optional[Path], _source(help="Merge the LoRA adapter of this folder (PEFT's layout).")
+        Path | None, _source(help="Merge the LoRA adapter of this folder (PEFT's layout).")
     ] = None,
     parity: Annotated[
         bool, _compared(help="Compare the result with transformers and write PARITY.json.")
     ] = True,
     reference: Annotated[
-        Optional[str],
+        str | None,
         _compared(help="Compare with this checkpoint, from which the weight directory was made."),
     ] = None,
     num_heads: Annotated[
-        Optional[int],
+        int | None,
         _source(min=1, help="Attention heads, if a Megatron checkpoint does not have their number."),
     ] = None,
     prompts: Annotated[
-        Optional[list[Path]],
+        list[Path] | None,
         _source(help="NeMo archive or PEFT folder of prompt learning; may be repeated."),
     ] = None,
     quantize: Annotated[
-        Optional[str],
+        str | None,
         _quantised(
             metavar="FORMAT",
             help="Format of the layers' matrices. Rounded: int8, int4, fp8; with activations in 8 bit: "
@@ -121,7 +121,7 @@ def build_repo(
         ),
     ] = None,
     calibrate: Annotated[
-        Optional[Path],
+        Path | None,
         _quantised(metavar="JSONL", help="Texts to calibrate with; default: a short built-in one."),
     ] = None,
     quantize_group: Annotated[
@@ -144,7 +144,7 @@ def build_repo(
         ),
     ] = "0.5,0.5",
     parity_text: Annotated[
-        Optional[Path],
+        Path | None,
         _compared(metavar="JSONL", help="Also compare on these texts, up to 4,096 tokens (PARITY.json)."),
     ] = None,
     overwrite: Annotated[

@@ -1,7 +1,7 @@
 """The command `tridecode chat`."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,12 +16,12 @@ def chat(
     ] = "http://localhost:9000",
     system: Annotated[str, typer.Option("--system", "-s", help="System message.")] = "",
     params: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="E.g. temperature=0."),
     ] = None,
-    load: Annotated[Optional[Path], typer.Option(help="A saved conversation to continue.")] = None,
+    load: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
     cache: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Folder of repositories. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the service.")] = "",

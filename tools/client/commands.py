@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -18,18 +18,18 @@ def generate(
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--model", "-m", help="Default: tensorrt_llm_bls or ensemble, whichever is served."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the checkpoint's chat template, as a user.")
     ] = False,
     tokenizer: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
     ] = None,
     tools: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="JSON file with a list of tools, as OpenAI's API has them; with --chat's template."
         ),
@@ -37,29 +37,27 @@ def generate(
     tool_choice: Annotated[
         str, typer.Option(help="With --tools: auto, required, or the function that is to be called.")
     ] = "auto",
-    schema: Annotated[Optional[Path], typer.Option(help="JSON schema that the answer follows.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema that the answer follows.")] = None,
     grammar: Annotated[
-        Optional[Path], typer.Option(help="Grammar that the answer follows, in Lark's notation or EBNF.")
+        Path | None, typer.Option(help="Grammar that the answer follows, in Lark's notation or EBNF.")
     ] = None,
     regex: Annotated[
-        Optional[str], typer.Option(help="Regular expression that matches the whole answer.")
+        str | None, typer.Option(help="Regular expression that matches the whole answer.")
     ] = None,
     choice: Annotated[
-        Optional[list[str]], typer.Option(help="The answer is this text, or another --choice; repeatable.")
+        list[str] | None, typer.Option(help="The answer is this text, or another --choice; repeatable.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
     ] = 128,
-    stop: Annotated[Optional[list[str]], typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    bad: Annotated[
-        Optional[list[str]], typer.Option(help="Word that is never generated; repeatable.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    bad: Annotated[list[str] | None, typer.Option(help="Word that is never generated; repeatable.")] = None,
     lora_name: Annotated[
-        Optional[str], typer.Option(help="LoRA adapter of the server; see `tridecode adapters`.")
+        str | None, typer.Option(help="LoRA adapter of the server; see `tridecode adapters`.")
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
     timeout_s: Annotated[
-        Optional[float], typer.Option(help="Give up after this many seconds without a response.")
+        float | None, typer.Option(help="Give up after this many seconds without a response.")
     ] = None,
     *,
     sampling: dict[str, Any],
@@ -120,10 +118,10 @@ def generate(
 
 
 def send_request(
-    file: Annotated[Optional[Path], typer.Argument(help="A JSON request file.")] = None,
-    params: Annotated[Optional[str], typer.Option(help="JSON that is merged over the file.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A JSON request file.")] = None,
+    params: Annotated[str | None, typer.Option(help="JSON that is merged over the file.")] = None,
     timeout_s: Annotated[
-        Optional[float], typer.Option(help="Give up after this many seconds without a response.")
+        float | None, typer.Option(help="Give up after this many seconds without a response.")
     ] = None,
 ) -> None:
     """Send a JSON request file of FasterTransformer's client.
@@ -147,9 +145,9 @@ def send_request(
 
 def demo(
     model: Annotated[
-        Optional[str], typer.Option(help="Hugging Face directory, hub id or .gguf; default: SmolLM2-135M.")
+        str | None, typer.Option(help="Hugging Face directory, hub id or .gguf; default: SmolLM2-135M.")
     ] = None,
-    prompt: Annotated[Optional[str], typer.Option("--prompt", "-p", help="The question to answer.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The question to answer.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
     ] = 128,

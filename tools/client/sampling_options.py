@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Annotated, Any, Callable, Optional, get_type_hints
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -49,4 +50,4 @@ def with_sampling_options(
 
 def _option(row: Parameter) -> Any:
     text = "; ".join(filter(None, (row.meaning, _NOTES.get(row.name)))).replace("`", "")
-    return Annotated[Optional[row.type], typer.Option(help=f"{text[0].upper()}{text[1:]}.")]
+    return Annotated[row.type | None, typer.Option(help=f"{text[0].upper()}{text[1:]}.")]

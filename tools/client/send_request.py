@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc_client

@@ -1,7 +1,7 @@
 """Print requirements of pyproject.toml, one per line: `python requirements.py pyproject.toml [EXTRA ...]`.
 
 The image installs them before our own code, in a layer that changes of the code do not invalidate. Runs in
-the image's Python, from 3.9 on, without any package but pip.
+the image's Python, from 3.10 on, without any package but pip.
 """
 
 from __future__ import annotations

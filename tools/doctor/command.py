@@ -2,22 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 
 def doctor(
     repository: Annotated[
-        Optional[Path], typer.Argument(help="A model repository; without it, only the machine.")
+        Path | None, typer.Argument(help="A model repository; without it, only the machine.")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Read every weight file, not a sample, and compare its SHA-256.")
     ] = False,
     gpu_memory: Annotated[
-        Optional[str], typer.Option(help="Memory of each GPU, e.g. 80GiB, of a planned machine.")
+        str | None, typer.Option(help="Memory of each GPU, e.g. 80GiB, of a planned machine.")
     ] = None,
-    gpus: Annotated[Optional[int], typer.Option(min=1, max=1024, help="Number of such GPUs.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of such GPUs.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Find faults of this machine and of a model repository.

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,16 +17,16 @@ def evaluate_lambada(
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--model", "-m", help="Model of token ids or of text; default: fastertransformer."),
     ] = None,
     repository: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Run this repository's engine here, on one rank, instead of a server."),
     ] = None,
     definition: Annotated[str, typer.Option(help="last-token, last-word or both.")] = "both",
     reference: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Also run this checkpoint in transformers: directory, hub id or .gguf."),
     ] = None,
     reference_dtype: Annotated[
@@ -34,10 +34,10 @@ def evaluate_lambada(
         typer.Option(help="dtype of transformers' weights: fp32, fp16 or bf16. A CPU computes in float32."),
     ] = "fp16",
     tokenizer: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Repository or tokenizer folder; default: the one served on this machine."),
     ] = None,
-    limit: Annotated[Optional[int], typer.Option(min=1, help="Use only this many items.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many items.")] = None,
     concurrency: Annotated[
         int, typer.Option("--concurrency", "-c", min=1, max=1024, help="Requests in flight.")
     ] = 16,
@@ -45,9 +45,9 @@ def evaluate_lambada(
         float, typer.Option(min=0.0, help="Points by which the two accuracies may differ.")
     ] = TOLERANCE,
     timeout_s: Annotated[
-        Optional[float], typer.Option(help="Give up after this many seconds without a response.")
+        float | None, typer.Option(help="Give up after this many seconds without a response.")
     ] = 600.0,
-    output: Annotated[Optional[Path], typer.Option(help="Write the result, item by item, as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result, item by item, as JSON.")] = None,
 ) -> None:
     """Measure accuracy on LAMBADA, with or without a server.
 

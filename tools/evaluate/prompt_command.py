@@ -2,45 +2,45 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 
 def evaluate_prompts(
     data: Annotated[Path, typer.Argument(help="Questions as JSON lines: context, question, answer.")],
-    task: Annotated[Optional[int], typer.Option(min=0, help="Number of a task of the model.")] = None,
+    task: Annotated[int | None, typer.Option(min=0, help="Number of a task of the model.")] = None,
     table: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="NeMo archive or PEFT folder, sent with each request instead of a task."),
     ] = None,
     table_task: Annotated[
-        Optional[str], typer.Option(help="Name of the table, for an archive with several.")
+        str | None, typer.Option(help="Name of the table, for an archive with several.")
     ] = None,
     start_id: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(min=0, help="First virtual id to send; default: the server places the table."),
     ] = None,
     positions: Annotated[
-        Optional[int], typer.Option(min=1, help="With --task and --start-id: number of virtual ids.")
+        int | None, typer.Option(min=1, help="With --task and --start-id: number of virtual ids.")
     ] = None,
     url: Annotated[
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
     model: Annotated[str, typer.Option("--model", "-m", help="A model of token ids.")] = "fastertransformer",
     template: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Prompt with fields of the data in braces; default: SQuAD's of NeMo."),
     ] = None,
     tokenizer: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Repository or tokenizer folder; default: the one served on this machine."),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", "-b", min=1, max=1024, help="Rows per request.")] = 1,
     max_output_len: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 10,
-    limit: Annotated[Optional[int], typer.Option(min=1, help="Use only this many questions.")] = None,
-    timeout_s: Annotated[Optional[float], typer.Option(help="Longest wait for a response.")] = 600.0,
-    output: Annotated[Optional[Path], typer.Option(help="Write every answer as JSON.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many questions.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Longest wait for a response.")] = 600.0,
+    output: Annotated[Path | None, typer.Option(help="Write every answer as JSON.")] = None,
 ) -> None:
     """Measure a prompt-learning task through a server.
 

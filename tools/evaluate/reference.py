@@ -6,9 +6,9 @@ An answer is right if each of its tokens is the most likely one after the tokens
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch.nn import Module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.tools.llm.outputs import RequestOutput
@@ -12,8 +12,8 @@ from tridecode.tools.llm.params import BeamSearchParams, PoolingParams, Sampling
 from tridecode.tools.llm.prompt_table import PromptTable
 
 #: a text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}
-Prompt = Union[str, Sequence[int], Mapping[str, Any]]
-Params = Union[SamplingParams, BeamSearchParams, PoolingParams]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | BeamSearchParams | PoolingParams
 #: a conversation, for a chat template
 Messages = Sequence[Mapping[str, Any]]
 

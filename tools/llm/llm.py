@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from tridecode.tools.llm.run_jobs import run_jobs, run_jobs_async
 from tridecode.tools.llm.session import Session
 from tridecode.tools.llm.streams import stream_job, stream_job_async
 
-Table = Union[PromptTable, str, None]
+Table = PromptTable | str | None
 
 
 class LLM:

@@ -1,9 +1,10 @@
 """The commands `tridecode serve` and `tridecode tritonserver`."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Callable, NoReturn, Optional
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -21,25 +22,25 @@ def serve(
         ),
     ],
     triton_args: Annotated[
-        Optional[list[str]], typer.Argument(metavar="-- [FLAGS]", help="Flags for tritonserver, after --.")
+        list[str] | None, typer.Argument(metavar="-- [FLAGS]", help="Flags for tritonserver, after --.")
     ] = None,
     quantize: Annotated[
-        Optional[str],
+        str | None,
         _checkpoint(metavar="FORMAT", help="int8, int4, fp8, w8a8-int8 ... as in `build-repo`."),
     ] = None,
     tp: Annotated[int, _checkpoint(min=1, help="GPUs that share each layer.")] = 1,
     pp: Annotated[int, _checkpoint(min=1, help="Stages of layers, each with GPUs of its own.")] = 1,
     contract: Annotated[
-        Optional[list[str]], _checkpoint(metavar="NAME[,NAME...]", help="Contracts to serve.")
+        list[str] | None, _checkpoint(metavar="NAME[,NAME...]", help="Contracts to serve.")
     ] = None,
     for_clients: Annotated[
-        Optional[str],
+        str | None,
         _checkpoint(
             "--for", metavar="CLIENTS", help="fastertransformer, trtllm or vllm, as in `build-repo`."
         ),
     ] = None,
     cache: Annotated[
-        Optional[Path],
+        Path | None,
         _checkpoint(
             help="Folder of converted repositories. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."
         ),
@@ -48,7 +49,7 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
     openai_port: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Port of the OpenAI service. Default: config.pbtxt's, or none; 9000 with a checkpoint."
         ),
@@ -60,10 +61,10 @@ def serve(
         ),
     ] = "127.0.0.1",
     metrics_address: Annotated[
-        Optional[str], typer.Option(help="Address of /metrics, if it differs from --address.")
+        str | None, typer.Option(help="Address of /metrics, if it differs from --address.")
     ] = None,
     door_python: Annotated[
-        Optional[str], typer.Option(help="Python of the models' processes; it needs numpy < 2.")
+        str | None, typer.Option(help="Python of the models' processes; it needs numpy < 2.")
     ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 20.0,
     start_timeout_s: Annotated[
@@ -78,7 +79,7 @@ def serve(
         ),
     ] = "3.5",
     log_format: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             metavar="text|json",
             help="Format of our log lines; json: one object per line. Default: $TRIDECODE_LOG_FORMAT, "
@@ -86,7 +87,7 @@ def serve(
         ),
     ] = None,
     request_log: Annotated[
-        Optional[bool],
+        bool | None,
         typer.Option(
             "--request-log/--no-request-log",
             help="Whether the log has one line per request (docs/reference/metrics.md). Default: yes, or as "
@@ -102,7 +103,7 @@ def serve(
         ),
     ] = "10",
     parent: Annotated[
-        Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
+        int | None, typer.Option(hidden=True, help="Process that started this one; end with it.")
     ] = None,
 ) -> None:
     """Run tritonserver on a model repository or a checkpoint.
@@ -160,7 +161,7 @@ def tritonserver(context: typer.Context) -> None:
     _exit_with(lambda: run(context.args))
 
 
-def _choose_logs(chosen_format: Optional[str], request_log: Optional[bool]) -> None:
+def _choose_logs(chosen_format: str | None, request_log: bool | None) -> None:
     """Pass the options on to the doors and the engine, which inherit the environment. Raises ConfigError."""
     from tridecode.backend.base import log_format
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,25 +18,25 @@ def front(
     port: Annotated[int, typer.Option(help="Port; 0: a free one, which the log names.")] = 9000,
     workers: Annotated[int, typer.Option(help="Worker processes that share the port.")] = 1,
     served_model_name: Annotated[
-        Optional[list[str]], typer.Option(help="Name of the model, may be repeated. Default: its own.")
+        list[str] | None, typer.Option(help="Name of the model, may be repeated. Default: its own.")
     ] = None,
     chat_template: Annotated[
-        Optional[Path], typer.Option(help="Chat template that replaces the checkpoint's.")
+        Path | None, typer.Option(help="Chat template that replaces the checkpoint's.")
     ] = None,
     tool_call_parser: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Format of tool calls: hermes, llama3_json or mistral. Default: the template's."),
     ] = None,
     cors: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(metavar="ORIGIN", help="Origin whose pages may send requests, may be repeated; *: all."),
     ] = None,
     api_key: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(envvar="TRIDECODE_API_KEY", help="Key that requests must carry, may be repeated."),
     ] = None,
     api_key_file: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="File of SHA-256 digests of keys; it is read again when it changes."),
     ] = None,
     manage_adapters: Annotated[
@@ -46,7 +46,7 @@ def front(
         int, typer.Option(help="Connections per worker; further ones are refused with 503.")
     ] = 10_000,
     batch_dir: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             metavar="DIR", help="Folder for files and batches, which /v1/files and /v1/batches need."
         ),
@@ -64,13 +64,13 @@ def front(
     ] = "",
     triton_tls: Annotated[bool, typer.Option(help="Reach the Triton servers by TLS.")] = False,
     triton_ca: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Authorities that their certificates must have, in PEM. Default: gRPC's own list."),
     ] = None,
     triton_cert: Annotated[
-        Optional[Path], typer.Option(help="Certificate that this service shows them, in PEM.")
+        Path | None, typer.Option(help="Certificate that this service shows them, in PEM.")
     ] = None,
-    triton_key: Annotated[Optional[Path], typer.Option(help="Key of --triton-cert.")] = None,
+    triton_key: Annotated[Path | None, typer.Option(help="Key of --triton-cert.")] = None,
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt configures the engine.")] = (
         "fastertransformer"
     ),

@@ -19,6 +19,8 @@ from pathlib import Path
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.serve.checks import is_plain_path
 
+#: requires-python of pyproject.toml
+OLDEST_PYTHON = (3, 10)
 _STUB = "triton_python_backend_stub"
 _LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API
 
@@ -97,7 +99,7 @@ def prepare(folder: Path, door_python: str | None = None) -> TritonInstall:
     if there is no tritonserver or no stub for that python's version, or if that python lacks a package.
     """
     door = inspect_door_python(door_python or os.environ.get("TRIDECODE_DOOR_PYTHON") or sys.executable)
-    _check_packages(door)
+    _check_python(door)
     on_path = shutil.which("tritonserver")
     if on_path:
         return _from_path(Path(on_path).resolve(), door, folder)
@@ -110,7 +112,13 @@ def prepare(folder: Path, door_python: str | None = None) -> TritonInstall:
     return _from_wheel(Path(site), door, folder)
 
 
-def _check_packages(door: DoorPython) -> None:
+def _check_python(door: DoorPython) -> None:
+    if tuple(map(int, door.version.split("."))) < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        raise ConfigError(
+            f"the doors' python {door.path} is {door.version}; wanted {oldest} or later: "
+            "name another with --door-python or TRIDECODE_DOOR_PYTHON"
+        )
     if door.missing:
         raise ConfigError(
             f"the doors' python {door.path} cannot import {', '.join(door.missing)} "

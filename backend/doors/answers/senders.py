@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from tridecode.backend.base.errors import RequestCancelled, TridecodeError
 from tridecode.backend.doors.answers.stream import Stream

@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Callable, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 

@@ -12,12 +12,12 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from tridecode.backend.base.errors import CapacityError, SessionGoneError
 from tridecode.backend.wire.messages import Event
 
-Key = Union[int, str]  # Triton's sequence id
+Key = int | str  # Triton's sequence id
 #: rounds of one conversation that may wait for the one before
 MAX_WAITING = 16
 _MAX_REASONS = 1024

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
 
 import msgspec
 import numpy as np
@@ -30,7 +29,7 @@ _TOGETHER = ("input_ids", "input_lengths", "request_output_len", _NAME, "priorit
 class _Strict(SamplingParams, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """SamplingParams and the structured output, without the tolerance for fields that it does not know."""
 
-    structured_output: Optional[StructuredOutput] = None  # noqa: UP045  Python 3.9
+    structured_output: StructuredOutput | None = None
 
 
 _decoder = msgspec.json.Decoder(_Strict)

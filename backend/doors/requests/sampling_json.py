@@ -12,8 +12,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.inputs import advice_on

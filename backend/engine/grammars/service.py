@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from tridecode.backend.engine.step.plan import StepPart, StepPlan
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    numbers: Optional[bytes]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    numbers: bytes | None
     dropped: list[int]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ class _Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     row: _Index
     first: _Index
     count: _Index
-    targets: Optional[bytes]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    targets: bytes | None
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

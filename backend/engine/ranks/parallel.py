@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -334,4 +334,4 @@ class _Receipt:
         self._ranks.finish(self._work)
 
 
-Ranks = Union[SingleRank, ProcessRanks]
+Ranks = SingleRank | ProcessRanks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Callable
+from collections.abc import Callable, Iterator
 
 from tridecode.backend.base.errors import DeadlineError, TridecodeError
 from tridecode.backend.engine.adapters.table import Adapters

@@ -10,8 +10,8 @@ them at most. Rows of sequences that ended in the meantime are dropped when thei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Callable
 
 import numpy as np
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Callable
+from collections.abc import Callable
 
 from tridecode.backend.engine.schedule.admission import LazyHeap
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage

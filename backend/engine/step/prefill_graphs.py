@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import product
-from typing import Callable
 
 import numpy as np
 import torch

@@ -7,8 +7,8 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Awaitable
-from typing import Any, Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import uvloop

@@ -4,7 +4,8 @@ on the whole logits. The ranks are threads; TRIDECODE_TEST_DEVICE=cuda runs them
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest

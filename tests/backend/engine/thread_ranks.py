@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Queue
-from typing import Callable, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor

@@ -4,8 +4,8 @@ shared block, or a wrong slot, shows as a wrong token."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Callable
 
 import numpy as np
 

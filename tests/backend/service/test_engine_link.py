@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from typing import Callable
+from collections.abc import Callable
 
 import msgspec
 import numpy as np

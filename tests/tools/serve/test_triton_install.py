@@ -67,7 +67,8 @@ def test_a_python_without_a_python3_beside_it_gets_a_link(tmp_path, no_server_on
     ("differences", "said"),
     [
         ({"numpy": "2.1.0"}, r"numpy 2\.1\.0.*numpy < 2.*python3\.11 -m venv.*--door-python"),
-        ({"version": "3.7"}, r"stubs for 3\.10, 3\.11.*is 3\.7"),
+        ({"version": "3.99"}, r"stubs for 3\.10, 3\.11.*is 3\.99"),
+        ({"version": "3.9"}, r"is 3\.9; wanted 3\.10 or later.*--door-python"),
         ({"missing": ["tridecode.backend"]}, "cannot import tridecode.backend.*pip install tridecode"),
     ],
 )

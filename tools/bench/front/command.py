@@ -1,7 +1,7 @@
 """The command `tridecode bench front`."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,13 +15,13 @@ def front(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each measurement, about.")] = 5.0,
     rounds: Annotated[int, typer.Option(min=1, help="Repeat everything; medians are reported.")] = 3,
     beside: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             exists=True, file_okay=False, help="Folder with another tree's package tridecode, for turns."
         ),
     ] = None,
     preset: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="Compare streams through the front with an engine of this shape alone, random weights."
         ),
@@ -52,7 +52,7 @@ def front(
 
 def batches(
     preset: Annotated[
-        Optional[str], typer.Option(help="An engine of this shape, random weights. Default: a fake engine.")
+        str | None, typer.Option(help="An engine of this shape, random weights. Default: a fake engine.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences of the engine.")] = 64,
     lines: Annotated[int, typer.Option(min=100, help="Lines of the batch.")] = 10_000,

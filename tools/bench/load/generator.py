@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Callable
+from typing import Any
 
 from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.tools.bench.load.worker import LoadSpec, Record, clock, work

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Union
+from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
-Prompt = Union[str, np.ndarray]  # a text, or int32 token ids
+Prompt = str | np.ndarray  # a text, or int32 token ids
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),

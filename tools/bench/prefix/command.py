@@ -1,6 +1,6 @@
 """The command `tridecode bench prefix`."""
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -38,7 +38,7 @@ def prefix(
     repeats: Annotated[int, typer.Option(min=1, help="Runs with the cache and without it, in turns.")] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 64,
     cache_bytes: Annotated[
-        Optional[int], typer.Option(min=1, help="Bytes of the KV cache; default: as in config.pbtxt.")
+        int | None, typer.Option(min=1, help="Bytes of the KV cache; default: as in config.pbtxt.")
     ] = None,
     host_cache_bytes: Annotated[int, typer.Option(min=0, help="Bytes of the host tier; 0: none.")] = 0,
     tp: Tp = 1,

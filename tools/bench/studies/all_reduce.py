@@ -14,9 +14,10 @@ import argparse
 import json
 import multiprocessing
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

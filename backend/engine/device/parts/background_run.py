@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Callable, Union
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
@@ -14,7 +14,7 @@ from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.weights import Weights
 
 #: opens the unquantised weights of another model of the served shape, in a directory; None: in the served one
-OpenWeights = Callable[[Union[Path, None], ModelConfig], AbstractContextManager[Weights]]
+OpenWeights = Callable[[Path | None, ModelConfig], AbstractContextManager[Weights]]
 
 
 class BackgroundRun:
