@@ -30,7 +30,8 @@ from tridecode.kernels.sampling_state import SamplingState
 class DeviceState:
     """The model of one rank and the memory that steps read and write.
 
-    config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
+    config: resolved (resolved_settings.resolve). draft_layers: (2, kv heads, tokens, head size) of a block, for
+    each cache layer of a drafter; `caches` has them behind those of the model's layers. vocab: the ids of this rank if the tensor ranks share the
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     """
 
@@ -66,6 +67,7 @@ class DeviceState:
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )
         self.host: HostStore | None = None  # set by opening.open_store if there is a host tier
+        self.draft_layers: list[tuple[int, int, int, int]] = []
         self.num_blocks = 0
         self.caches: list[CacheLayer] = []
 
@@ -79,14 +81,18 @@ class DeviceState:
         return PromptPlace(self.model_config, self.ranks, self.dtype, self.device, scale)
 
     def allocate_cache(
-        self, num_blocks: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        num_blocks: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        with_drafter: bool = True,
     ) -> list[CacheLayer]:
         """Return empty caches for all layers of this stage. device: default this rank's. dtype: default that
-        of kv_cache_dtype.
+        of kv_cache_dtype. with_drafter: the drafter's layers follow.
         """
         dtype = dtype or CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
-        shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
-        return [_cache_layer(shape, dtype, device or self.device) for shape in shapes]
+        shapes = self._block_shapes() + (self.draft_layers if with_drafter else [])
+        return [_cache_layer((num_blocks, *shape), dtype, device or self.device) for shape in shapes]
 
     def block_bytes(self) -> int:
         """Return the bytes of one block in all layers of this stage, with its scales."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.table import background_kinds, part_runs
-from tridecode.backend.engine.device.pending import Found, Pending
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.ranks.agreement import StepDigest, copied_state
 from tridecode.backend.engine.ranks.exchange import waiting
@@ -31,16 +32,6 @@ from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.context import Context
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
-from tridecode.kernels.sampling_state import SamplingState
-
-
-class DeviceDrafter(Protocol):
-    """Proposes tokens on the device, for a scheduler whose Drafter leaves their ids to it."""
-
-    def propose(self, plan: StepPlan, state: SamplingState) -> Found | None:
-        """Write state.drafts for the slots of a step that has just been launched; on every rank, in the order
-        of the device's stream. state: as that step leaves it. Return the values of StepResult.found."""
-        ...
 
 
 class Engine:
@@ -129,7 +120,7 @@ class Engine:
             with torch.inference_mode():
                 for part in parts:
                     part.after_sampling(self.sampler.tokens[: plan.num_samples])
-        found = None if self.drafter is None else self.drafter.propose(plan, self.state.sampling)
+        found = None if self.drafter is None else self.drafter.propose(self._sampled(plan))
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         return Pending(
             self.ranks,
@@ -143,6 +134,13 @@ class Engine:
             accepted,
             found,
         )
+
+    def _sampled(self, plan: StepPlan) -> SampledStep:
+        """Return the newest step, for the drafter."""
+        state, batch = self.state, self.buffers.latest
+        tokens, accepted = self.sampler.tokens[: plan.num_samples], self.sampler.accepted[: plan.num_decodes]
+        hidden = state.work.hidden[: batch.num_tokens]
+        return SampledStep(plan, batch, hidden, tokens, accepted, state.sampling)
 
     def _without_rows(self, parts: list[PartRun[Any]]) -> Pending:
         """Return the pending result of a plan that only copies blocks to or from the host tier."""
@@ -207,6 +205,8 @@ class Engine:
             self.sampler.start(plan)  # only sampling reads the slots: written while the device works
         for part in parts:
             part.after_forward(context, x)
+        if self.drafter is not None:
+            self.drafter.follow(batch, x)
         if batch.sample_tokens.shape[0] == 0:
             return
         logits = mask_padding(state.model.logits(context, x), state.vocab) if state.is_last_stage else None

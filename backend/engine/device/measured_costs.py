@@ -26,7 +26,8 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     """Return the seconds of steps of decode rows of up to most_queries tokens. Collective. None for a device
     that is neither a GPU nor a CPU.
 
-    The rows are empty: attention to their own tokens and sampling are not measured.
+    The rows are empty: attention to their own tokens and sampling are not measured. The drafts of a row
+    cost what the drafter needs to compute them.
     """
     device = engine.device.type
     if device not in _RUNS:
@@ -37,19 +38,21 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     elif engine.query_graphs is not None:
         shapes = [shape for shape in shapes if shape in engine.query_graphs.shapes]
     plain = {rows: _seconds(engine, decode_plan(rows)) for rows in sorted({rows for rows, _ in shapes})}
-    several = {shape: _seconds(engine, empty_rows(*shape)) for shape in shapes}
+    several = {shape: _seconds(engine, empty_rows(*shape), shape[1] - 1) for shape in shapes}
     for (rows, queries), seconds in several.items():
         ratio = seconds / plain[rows]
         log.info("a step of %d rows of %d tokens: %.2f x one of a token each", rows, queries, ratio)
     return StepCosts(plain, several)
 
 
-def _seconds(engine: Engine, plan: StepPlan) -> float:
-    """Return the median seconds of a step."""
+def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:
+    """Return the median seconds of a step and of its drafts, this number for each row."""
     times = []
     for run in range(_RUNS[engine.device.type] + 1):
         begun = time.perf_counter()
         _run(engine, plan)
+        if drafts and engine.drafter is not None:
+            engine.drafter.rehearse(plan.num_rows, drafts)
         if engine.is_asynchronous:
             engine.synchronize()
         if run:

@@ -82,6 +82,8 @@ def prepare(engine: Engine, phase: Progress, open_host: OpenHost | None = None) 
         queries = engine.config.max_draft_tokens + 1
         if engine.graphs is not None:
             capture_query_graphs(engine, queries, phase)
+        if engine.drafter is not None:
+            engine.drafter.prepare(phase)
         engine.step_costs = measured_costs(engine, queries)
     ranks.barrier("the end of the start")
 

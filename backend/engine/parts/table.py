@@ -6,6 +6,7 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.draft_sources import DraftSources
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.host_copies import HostCopies
@@ -27,6 +28,7 @@ _PARTS: list[type[StepPart]] = [
     HostCopies,
     BeamRows,
     DraftSources,
+    Drafting,
 ]
 PARTS = {part.tag: part for part in _PARTS}
 

@@ -84,6 +84,8 @@ class DecodePlanner:
         same_token: the child has the parent's newest token, too."""
         copy_state = same_token and parent not in self._unstarted
         settled = parent.stage is Stage.DECODE and parent.in_flight == 0
+        if settled and self.drafts is not None:
+            self.drafts.trim(parent)
         if not (settled and self._cache.fork(parent, child, copy_state=copy_state)):
             return False
         if not copy_state:

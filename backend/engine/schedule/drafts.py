@@ -14,10 +14,11 @@ from typing import Protocol
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.learning import Learning
-from tridecode.backend.engine.step.plan import MOST_QUERIES
+from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 
 
 class Drafter(Protocol):
@@ -145,6 +146,33 @@ class DraftPlanner:
             max(totals) if verifies else 0,
         )
 
+    def plan_ahead(self, plan: StepPlan) -> None:
+        """Add the part Drafting to a plan with its final slots, and the blocks that its drafts need, if the
+        drafter is a planned one and drafts behind this step are worth their time."""
+        learning, limits, cache = self.learning, self._limits, self._cache
+        if learning is None or not learning.planned:
+            return
+        for sequence in plan.sequences:
+            if sequence.draft_record is not None:
+                sequence.draft_record.ahead = 0
+        rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
+        budget = limits.max_sequences - len(rows)
+        if limits.long_prompt_tokens or budget <= 0 or not learning.may_draft(len(rows)):
+            return
+        sequences = [plan.sequences[row] for row in rows]
+        counts = learning.plan_ahead(sequences, [self._most(one, budget) for one in sequences])
+        count, chosen, columns = max(counts), [], plan.block_tables.shape[1]
+        for row, sequence, most in zip(rows, sequences, counts):
+            tokens = cache.lengths.item(sequence.slot) + count
+            if not most or tokens > limits.max_sequence_tokens or cache.extend(sequence, tokens) < tokens:
+                continue
+            chosen.append(row)
+            columns = max(columns, -(-tokens // cache.block_tokens))
+            sequence.draft_record.ahead = most
+        if chosen:
+            plan.block_tables = cache.tables[plan.slots, :columns]
+            plan.parts.append(Drafting(count, np.array(chosen, np.int32)))
+
     def _ids(self, sequence: Sequence, most: int) -> np.ndarray:
         """Return the row's token ids: the newest token, -1 while it is in flight, and up to `most` drafts."""
         newest = -1 if sequence.in_flight or self._limits.micro_batches == 1 else sequence.output[-1]
@@ -158,6 +186,12 @@ class DraftPlanner:
         """Return the number of drafts, up to `most`, for which there are blocks behind the next token's."""
         assert self._cache.rings.item(sequence.slot) == NO_RING
         return self._cache.extend(sequence, length + 1 + most) - length - 1
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks of drafts of a sequence without a token in flight, which is about to be
+        forked."""
+        if may_draft(sequence):
+            self._cache.trim(sequence)
 
     def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
         """Note that an unsettled row of `planned` tokens keeps the first `accepted`."""

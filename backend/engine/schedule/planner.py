@@ -161,6 +161,7 @@ class Planner:
             if copies is not None:
                 plan.parts.append(copies)
         if self.drafts is not None and self.drafts.learning is not None:
+            self.drafts.plan_ahead(plan)
             self.drafts.learning.begin_step(plan)
         for chunk in chunks:
             self.cache.index_written(chunk.sequence)

@@ -11,22 +11,21 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tridecode.backend.engine.speculation.records import DraftRecord
+from tridecode.backend.engine.speculation.records import FIRST_CHANCES, DraftRecord
 
-#: weight of a new result in the learned chance of a sequence, and of all sequences with a match as long
+#: weight of a new result in the learned chance of a sequence, and of all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
 #: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
 _LEAST_GAIN = 1.03
 #: a chance at most this high: a draft behind many accepted ones is never certain
 _MOST_CHANCE = 0.98
-#: chance of a draft at first, by _length_class of its match
-_FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a step of decode rows, measured at start-up. plain: by padded number of rows, of steps
-    without drafts. several: by padded rows and tokens per row, of steps that verify."""
+    without drafts. several: by padded rows and tokens per row, of steps that verify, with the time that a
+    planned drafter takes for their drafts."""
 
     plain: Mapping[int, float]
     several: Mapping[tuple[int, int], float]
@@ -54,7 +53,7 @@ class DepthPolicy:
 
     costs: StepCosts | None
     most: int
-    _shared: list[float] = field(default_factory=lambda: list(_FIRST_CHANCES))
+    _shared: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
     _widths: dict[int, tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
 
     def may_widen(self, rows: int) -> bool:
@@ -85,18 +84,18 @@ class DepthPolicy:
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""
-        if record is None or not record.matched:
+        if record is None or not record.kind:
             return 0.0
-        shared = self._shared[_length_class(record.matched)]
+        shared = self._shared[record.kind]
         if record.chance < 0:
             return shared
         return min((record.chance + shared) / 2, _MOST_CHANCE)
 
     def learn(self, record: DraftRecord, drafted: int, accepted: int) -> None:
         """Take the result of a row: `accepted` of its `drafted` drafts were right, the next one was not."""
-        if not record.matched or not drafted:
+        place = record.kind
+        if not place or not drafted:
             return
-        place = _length_class(record.matched)
         if record.chance < 0:
             record.chance = self._shared[place]
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
@@ -114,8 +113,3 @@ class DepthPolicy:
 def _expected(chance: float, drafts: int) -> float:
     """Return the expected number of accepted drafts of a row: chance + chance^2 + ... ."""
     return chance * (1 - chance**drafts) / (1 - chance) if chance < 1 else float(drafts)
-
-
-def _length_class(matched: int) -> int:
-    """Return the class of a match by its length: 0 for none, then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more."""
-    return min(matched.bit_length(), len(_FIRST_CHANCES) - 1)

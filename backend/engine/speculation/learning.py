@@ -10,24 +10,24 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
+from tridecode.backend.engine.speculation.records import DRAFTERS, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
-
-#: names of drafters in metrics, by DraftRecord.source
-DRAFTERS = ("lookup", "lookup", "lookup", "client")
 
 
 @dataclass
 class Learning:
     """The drafts of an engine: their number per row, their texts, their results.
 
-    sources: of the searched texts. host: searches on rank 0; None: each rank's device does. drafted,
-    accepted: totals by name of the drafter.
+    sources: of the searched texts; None: nothing is searched. host: searches on rank 0; None: each rank's
+    device does. planned: DraftRecord.source of a drafter that computes drafts behind steps whose plan says so
+    (part Drafting); 0: there is none. drafted, accepted: totals by name of the drafter.
     """
 
     policy: DepthPolicy
-    sources: AnswerSources
+    sources: AnswerSources | None
     host: HostLookup | None = None
+    planned: int = 0
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
 
@@ -38,15 +38,25 @@ class Learning:
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
         records = [one.draft_record for one in sequences]
+        if self.planned:
+            return [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
         if self.host is not None:
             for sequence, record, most in zip(sequences, records, mosts):
                 if record is not None and most:
                     self.host.search(sequence, record)
         return self.policy.choose(records, mosts)
 
+    def plan_ahead(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
+        """Return how many drafts of each row the planned drafter computes behind a step, for the next one.
+        mosts: as for `choose`, of the next step."""
+        for sequence in sequences:
+            if sequence.draft_record is None:
+                sequence.draft_record = DraftRecord(source=self.planned)
+        return self.policy.choose([one.draft_record for one in sequences], mosts)
+
     def begin_step(self, plan: StepPlan) -> None:
         """Add the new texts and the slots that start to a plan."""
-        part = self.sources.take(plan)
+        part = None if self.sources is None else self.sources.take(plan)
         if part is None:
             return
         if self.host is None:

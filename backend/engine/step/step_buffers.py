@@ -67,6 +67,7 @@ class StepBuffers:
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
         self._turn = 0
+        self.latest: Batch  # the newest batch
 
     @property
     def device_bytes(self) -> int:
@@ -187,7 +188,7 @@ class StepBuffers:
     ) -> Batch:
         views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
         views["block_tables"] = views["block_tables"].view(rows, -1)
-        return Batch(
+        self.latest = Batch(
             **views,
             num_decodes=num_decodes,
             max_query=max_query,
@@ -197,6 +198,7 @@ class StepBuffers:
             decode_tokens=decode_tokens,
             verifies=queries > 0,
         )
+        return self.latest
 
 
 def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:

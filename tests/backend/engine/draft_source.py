@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.schedule.sequence import Sequence
-from tridecode.backend.engine.step.plan import StepPlan
-from tridecode.kernels.sampling_state import MOST_DRAFTS, SamplingState
+from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 
-class ForcedDrafts:
+class ForcedDrafts(DeviceDrafter):
     """The scheduler's Drafter and, with needs_token False, the device's too.
 
     answers: the tokens that each prompt gives one at a time; vocab_size: ids of wrong drafts stay below it.
@@ -45,9 +45,10 @@ class ForcedDrafts:
         drafts = (answer[generated:] + [0] * MOST_DRAFTS)[:MOST_DRAFTS]
         return [token if i < right else (token + 1) % self.vocab_size for i, token in enumerate(drafts)]
 
-    def propose(self, plan: StepPlan, state: SamplingState) -> None:
+    def propose(self, step: SampledStep) -> None:
         """Write the drafts of all slots of the plan. Reads the device, which no real drafter would; only
         what every stage of a pipeline has."""
+        plan, state = step.plan, step.state
         for start in plan.starts:
             prompt = start.history[: len(start.history) - start.generated]
             self.slots[start.slot] = tuple(prompt.tolist())

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tridecode.backend.engine.device.engine import DeviceDrafter, Engine
+from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Found
-from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.draft_history import OWN
-from tridecode.kernels.sampling_state import MOST_DRAFTS, SamplingState
+from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 
-class ForcedDrafts:
+class ForcedDrafts(DeviceDrafter):
     """Runs the engine's drafter, then writes drafts: the next `right` tokens of the answer, then wrong ones.
 
     answers: of each prompt, the tokens that it gives.
@@ -37,11 +37,12 @@ class ForcedDrafts:
         self._places = torch.arange(MOST_DRAFTS, device=self._device)
 
     @torch.inference_mode()
-    def propose(self, plan: StepPlan, state: SamplingState) -> Found | None:
+    def propose(self, step: SampledStep) -> Found | None:
         """DeviceDrafter.propose; the match is reported as a long one, so that every row has drafts."""
-        for start in plan.starts:
+        state = step.state
+        for start in step.plan.starts:
             self._of_slot[start.slot] = self._rows[tuple(start.history.tolist())]
-        found = self._drafter.propose(plan, state)
+        found = self._drafter.propose(step)
         generated = state.column("generated").long()[:, None] + self._places
         drafts = self._answers[self._of_slot[:, None], generated.clamp(max=self._answers.shape[1] - 1)]
         wrong = (drafts + 1) % self._vocab_size

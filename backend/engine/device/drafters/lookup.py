@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
+from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.parts.draft_sources import DraftSources, Entry
 from tridecode.backend.engine.parts.forks import Forks
@@ -14,14 +16,15 @@ from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.query_graphs import ROWS
 from tridecode.backend.engine.step.results import empty_host, to_host
 from tridecode.kernels.draft_history import SEPARATOR, DraftHistory
-from tridecode.kernels.sampling_state import SamplingState
 
 
-class LookupDrafter:
+class LookupDrafter(DeviceDrafter):
     """Keeps the tokens of each slot on the device and drafts from them after each step (Ops.look_up).
 
     ring: tokens of the ring of finished answers. turns: host buffers of results, more than steps in flight.
     """
+
+    is_planned = False
 
     def __init__(self, state: DeviceState, sampler: StepSampler, ring: int, turns: int):
         config, device = state.config, state.device
@@ -35,12 +38,13 @@ class LookupDrafter:
         self._next = self._used = 0  # place of the ring that is written next; written places
 
     @torch.inference_mode()
-    def propose(self, plan: StepPlan, state: SamplingState) -> tuple[np.ndarray, Tensor] | None:
+    def propose(self, step: SampledStep) -> Found | None:
         """Write state.drafts behind the newest tokens of a launched step.
 
         Return the (n,) rows of the plan that have drafts, and (n, 3) int32 of the host, which holds what
         Ops.look_up has found for them once the device has done the step. None: no row has drafts.
         """
+        plan, state = step.plan, step.state
         self._take_slots(plan)
         ends = np.cumsum(plan.samples)
         is_mine = (plan.samples > 0) & (plan.slots >= 0)

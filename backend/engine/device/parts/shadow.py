@@ -62,7 +62,10 @@ class ShadowScorer(BackgroundRun):
         shape = (3, _HEAD_ROWS, model.vocab_size)
         self._wide = torch.zeros(shape, dtype=_LOGITS_DTYPE, device=device)  # two distributions and scratch
         self.buffers = StepBuffers(self.slice_tokens, 1, blocks, device)
-        self._caches = state.allocate_cache(blocks), state.allocate_cache(blocks, dtype=state.dtype)
+        self._caches = (
+            state.allocate_cache(blocks, with_drafter=False),
+            state.allocate_cache(blocks, dtype=state.dtype, with_drafter=False),
+        )
 
     @classmethod
     def check(cls, model: ModelConfig, config: EngineConfig) -> None:

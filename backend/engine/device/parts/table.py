@@ -22,6 +22,7 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.draft_sources import DraftSources
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.host_copies import HostCopies
@@ -42,7 +43,8 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     TopTokens: TopTokensRun,
     HostCopies: HostCopiesRun,
     BeamRows: BeamsRun,
-    DraftSources: PartRun,  # the drafter reads it (Engine.drafter)
+    DraftSources: PartRun,  # the drafter reads these two (Engine.drafter)
+    Drafting: PartRun,
 }
 BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}
 

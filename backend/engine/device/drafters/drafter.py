@@ -1,0 +1,76 @@
+"""The interface between a step and a drafter on the device, which proposes the tokens that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tridecode.backend.engine.device.pending import Found
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.kernels.operands import Batch
+from tridecode.kernels.sampling_state import SamplingState
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """A step whose tokens are drawn, in the order of the device's stream: the host does not know them yet.
+
+    plan: as launched, without padding. batch: as the device has it, padded for a CUDA graph; token_ids,
+    positions, kv_slots and context_lens are complete (the plan has -1 for what only the device knows).
+    hidden: (T, C), output of the last layer before the final norm, for each token of the batch. tokens: (R,)
+    int32, drawn tokens of the plan's samples, below 0 for a row without a token. accepted: (num_decodes,)
+    int32, samples that each decode row of the plan keeps, valid where plan.queries is not 0; else all keep 1.
+    state: as the step leaves it: last_tokens, and lengths of rows that were verified.
+    """
+
+    plan: StepPlan
+    batch: Batch
+    hidden: Tensor
+    tokens: Tensor
+    accepted: Tensor
+    state: SamplingState
+
+    def batch_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of the batch that are these rows of the plan: padding stands between decode rows
+        and prompts."""
+        gap = self.batch.num_decodes - self.plan.num_decodes
+        return np.where(rows < self.plan.num_decodes, rows, rows + gap)
+
+
+class DeviceDrafter:
+    """Proposes tokens on the device of each rank, for a scheduler whose Drafter leaves their ids to it.
+
+    Base class: a drafter overrides what it needs. `follow` and `propose` run on every rank for each step, in
+    this order, on the stream of the step; neither may wait for the device. Cache layers of its own belong in
+    DeviceState.draft_layers: they are further layers of the target's blocks, so that forks, prefix hits,
+    sessions and the host tier carry them.
+
+    When proposals are made: a step whose plan has the part Drafting wants `count` drafts behind the newest
+    token of each of its `rows`, written to state.drafts[slot, :count]. The blocks of these rows hold count
+    tokens more than the rows keep at most, so cache writes of the drafts have a place. A drafter that
+    needs no such part (look-up) drafts whenever it likes.
+    """
+
+    #: whether proposals take time that the scheduler must plan (part Drafting)
+    is_planned = True
+
+    def follow(self, batch: Batch, hidden: Tensor) -> None:
+        """Take the tokens of a forward, before sampling is known on the host: write the drafter's own keys and
+        values of the batch's tokens. Part of the step's CUDA graph: only launches, always the same for a
+        batch of one shape. hidden: (T, C), the last layer's output."""
+
+    def propose(self, step: SampledStep) -> Found | None:
+        """Write state.drafts for the slots of a step that has just been launched; not part of its graph.
+
+        Return the values of StepResult.found, if the drafter measures how good its proposals are."""
+        return None
+
+    def prepare(self, phase: Callable[[str], None]) -> None:
+        """Capture CUDA graphs, after the cache is allocated. phase: called with the name of what begins."""
+
+    def rehearse(self, rows: int, drafts: int) -> None:
+        """Run what `propose` launches for `drafts` drafts of `rows` empty rows: its time is the cost of these
+        drafts (measured_costs.py), which DepthPolicy weighs against the chance that they are right."""

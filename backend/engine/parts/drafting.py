@@ -1,0 +1,52 @@
+"""Drafts that a drafter on the device computes behind a step. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.parts.encoding import ints, read, read_ints
+from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPart, StepPlan
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    count: Annotated[int, msgspec.Meta(ge=1, lt=MOST_QUERIES)]
+    rows: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+@dataclass
+class Drafting(StepPart):
+    """count: drafts behind the newest token of each row. rows: (n,) int32, ascending rows of the plan, which
+    are sampled and have a slot. The plan's block tables hold `count` tokens more than each row's tokens. No
+    result: the drafts stay on the device.
+    """
+
+    tag = "drafting"
+    count: int
+    rows: np.ndarray
+
+    @property
+    def captures(self) -> bool:
+        return True
+
+    def encode(self) -> Any:
+        return _Frame(self.count, ints(self.rows))
+
+    @classmethod
+    def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> Drafting:
+        found = read(_decoder, data, where)
+        rows = read_ints(found.rows, len(found.rows) // 4, where)
+        wrong = (rows < 0) | (rows >= plan.num_rows)
+        wrong[1:] |= rows[1:] <= rows[:-1]
+        if not len(rows) or wrong.any():
+            raise TridecodeError(f"{where} has rows {rows[:8].tolist()}; wanted some of {plan.num_rows}, ascending")
+        if ((plan.slots[rows] < 0) | (plan.samples[rows] < 1)).any():
+            raise TridecodeError(f"{where} has a row without a slot or without a sample")
+        return cls(found.count, rows)
