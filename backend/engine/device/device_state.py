@@ -30,9 +30,10 @@ from tridecode.kernels.sampling_state import SamplingState
 class DeviceState:
     """The model of one rank and the memory that steps read and write.
 
-    config: resolved (resolved_settings.resolve). draft_layers: (2, kv heads, tokens, head size) of a block, for
-    each cache layer of a drafter; `caches` has them behind those of the model's layers. vocab: the ids of this rank if the tensor ranks share the
+    config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
+    draft_layers: shape of a block, (2, kv heads, tokens, head size), for each cache layer of the drafter;
+    `caches` has them behind the model's layers.
     """
 
     def __init__(

@@ -46,7 +46,9 @@ class Drafting(StepPart):
         wrong = (rows < 0) | (rows >= plan.num_rows)
         wrong[1:] |= rows[1:] <= rows[:-1]
         if not len(rows) or wrong.any():
-            raise TridecodeError(f"{where} has rows {rows[:8].tolist()}; wanted some of {plan.num_rows}, ascending")
+            raise TridecodeError(
+                f"{where} has rows {rows[:8].tolist()}; wanted some of {plan.num_rows}, ascending"
+            )
         if ((plan.slots[rows] < 0) | (plan.samples[rows] < 1)).any():
             raise TridecodeError(f"{where} has a row without a slot or without a sample")
         return cls(found.count, rows)

@@ -58,9 +58,11 @@ class DeviceDrafter:
     is_planned = True
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
-        """Take the tokens of a forward, before sampling is known on the host: write the drafter's own keys and
-        values of the batch's tokens. Part of the step's CUDA graph: only launches, always the same for a
-        batch of one shape. hidden: (T, C), the last layer's output."""
+        """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.
+
+        It runs before the step samples, as a part of the step's CUDA graph: only launches, always the same
+        for a batch of one shape. hidden: (T, C), the last layer's output.
+        """
 
     def propose(self, step: SampledStep) -> Found | None:
         """Write state.drafts for the slots of a step that has just been launched; not part of its graph.
