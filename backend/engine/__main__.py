@@ -190,8 +190,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
     loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
     link.ready()
-    if engine.state.host is not None:
-        engine.state.host.pinning.start()
+    engine.pin_host_memory(doors.wake)
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
     try:
         loop.run()
@@ -212,8 +211,7 @@ def serve_as_follower(engine: Engine, link: RankLink) -> None:
 
     link.on_stop = leave_soon
     link.ready()
-    if engine.state.host is not None:
-        engine.state.host.pinning.start()
+    engine.pin_host_memory()
     follow(engine, link.status)
     engine.close()
 

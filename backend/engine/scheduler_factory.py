@@ -89,7 +89,7 @@ def host_tier(engine: Engine) -> HostTier | None:
         engine.config.block_tokens,
         store.most_blocks,
         time.monotonic,
-        lambda: store.pinning.is_done,
+        lambda: store.pinning.shares,
     )
 
 

@@ -80,6 +80,14 @@ class Engine:
         """Plans in flight before the loop waits for the oldest."""
         return max(2, self.micro_batches) if self.is_asynchronous else self.micro_batches
 
+    def pin_host_memory(self, on_done: Callable[[], None] = lambda: None) -> None:
+        """Start to pin the memory of the host tier in a thread, if there is one, once the engine is ready.
+
+        on_done: called in the thread at the end.
+        """
+        if self.state.host is not None:
+            self.state.host.pinning.start(on_done)
+
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
         may be launched before `wait`. A step with plan.late has no result before `sample_late`."""

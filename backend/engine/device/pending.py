@@ -46,7 +46,8 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Return whether `wait` returns at once."""
-        return self.ready is None or self.ready.query()
+        is_done = self.ready is None or self.ready.query()
+        return is_done and all(part.is_done for part in self.parts)
 
     def wait(self) -> StepResult:
         for transfer in self.posted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 
@@ -30,7 +31,7 @@ from tridecode.kernels.ops import Ops
 log = logging.getLogger("tridecode.engine")
 
 Progress = Callable[[str], None]
-OpenHost = Callable[[DeviceState], HostStore]
+OpenHost = Callable[[DeviceState], Optional[HostStore]]
 
 
 def build_engine(
@@ -47,7 +48,7 @@ def build_engine(
     """Return an engine that is ready for its first step. Collective.
 
     config: resolved. open_weights: see Engine. phase: called with the name of each phase as it begins.
-    open_host: opens this rank's part of the host tier; None: there is none.
+    open_host: opens this rank's part of the host tier, if there is room for it; None: there is none.
     """
     engine = Engine(DeviceState(model, config, weights, ops, ranks, device), open_weights)
     prepare(engine, phase, open_host)

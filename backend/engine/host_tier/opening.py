@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
@@ -17,6 +19,8 @@ from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 
+log = logging.getLogger("tridecode.engine")
+
 #: settings on which the keys and values of a block depend
 _SETTINGS = (
     "tensor_para_size", "pipeline_para_size", "data_type", "int8_mode", "int8_head", "weights",
@@ -24,8 +28,8 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore:
-    """Return the store of this rank. Collective.
+def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore | None:
+    """Return the store of this rank; None on all ranks if the memory of one is not available. Collective.
 
     fd: the memory file that the supervisor owns; None: one of this process, which ends with it. Raises
     ConfigError if there can be none.
@@ -40,6 +44,8 @@ def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore
                 f"no memory file of {size:,} bytes (host_cache_bytes in config.pbtxt): {error}"
             ) from None
     region = HostRegion(fd)
+    if not _has_room(state, region):
+        return None
     identity = identity_of(config, state.model_config, directory, ranks.rank, state.device)
     sizes = [
         tensor.nbytes for layer in state.allocate_cache(1, torch.device("meta")) for tensor in layer.tensors
@@ -49,6 +55,21 @@ def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore
     store = HostStore(region, sizes, state.device)
     region.keep(ranks.exchange_bytes(region.keys()))
     return store
+
+
+def _has_room(state: DeviceState, region: HostRegion) -> bool:
+    """Return whether there is memory for the parts of all ranks; log once if there is not."""
+    config = state.config
+    on_node = max(round(config.host_cache_bytes / region.size), 1)  # ranks that share this node's memory
+    wanted, free = (region.size - region.resident) * on_node, available_memory()
+    fault = "" if wanted <= free else f"it needs {wanted:,} bytes of host memory; {free:,} are available"
+    faults = [text.decode() for text in state.ranks.exchange_bytes(fault.encode())]
+    rank = next((number for number, text in enumerate(faults) if text), None)
+    if rank is not None and state.ranks.rank == 0:
+        log.warning(
+            "the host tier is off (host_cache_bytes in config.pbtxt): %s (rank %d)", faults[rank], rank
+        )
+    return rank is None
 
 
 def identity_of(

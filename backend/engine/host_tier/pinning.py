@@ -1,4 +1,4 @@
-"""Makes the memory of the host tier ready, in a thread: it is checked, and pinned for a GPU."""
+"""Pins the memory of a rank's part of the host tier in a thread, after the rank is ready."""
 
 from __future__ import annotations
 
@@ -9,23 +9,34 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tridecode.backend.base.host_memory import available_memory
-from tridecode.backend.engine.host_tier.region import HostRegion
+from tridecode.backend.engine.host_tier.readiness import SHARES
 
 log = logging.getLogger("tridecode.engine")
 
 
 class Pinning:
-    """The tier of this rank is usable once `is_done`; a text in `fault` says why it never will be."""
+    """pieces: (slots, bytes) each, in the order in which they are pinned. fault: why they never will be."""
 
-    def __init__(self, region: HostRegion, pieces: Sequence[Tensor], device: torch.device):
+    def __init__(self, pieces: Sequence[Tensor], device: torch.device):
         self.is_done, self.fault = False, ""
+        self._stops = False
         if device.type == "cuda" and device.index is None:
             device = torch.device(
                 "cuda", torch.cuda.current_device()
             )  # a thread has a current device of its own
-        self._region, self._pieces, self._device = region, pieces, device
+        self._pieces, self._device = pieces, device
+        self._num_slots = sum(map(len, pieces))
+        self._pinned: list[Tensor] = []
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
+
+    @property
+    def shares(self) -> int:
+        """Return how many SHARES of the slots are pinned, from the first slot on; -1 if there is a fault."""
+        if self.fault:
+            return -1
+        if self.is_done:
+            return SHARES
+        return sum(map(len, self._pinned)) * SHARES // max(self._num_slots, 1)
 
     def start(self, on_done: Callable[[], None] = lambda: None) -> None:
         """Begin. on_done: called in the thread at the end."""
@@ -35,13 +46,18 @@ class Pinning:
     def join(self) -> None:
         self._thread.join()
 
+    def undo(self) -> None:
+        """Stop, and unpin everything. No copy may be in flight."""
+        self._stops = True
+        self._thread.join()  # ends after the piece in its hands
+        for piece in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
+        self._pinned = []
+
     def _run(self) -> None:
-        wanted, free = self._region.size - self._region.resident, available_memory()
-        if wanted > free:
-            self.fault = f"it needs {wanted:,} bytes of host memory; {free:,} are available"
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda":
             self.fault = self._pin()
-        if self.fault:
+        if self.fault and not self._stops:
             log.warning("the host tier is off (host_cache_bytes in config.pbtxt): %s", self.fault)
         self.is_done = not self.fault
         self._on_done()
@@ -49,11 +65,14 @@ class Pinning:
     def _pin(self) -> str:
         """Pin the pieces; return a fault or ""."""
         torch.cuda.set_device(self._device)
-        runtime, pinned = torch.cuda.cudart(), 0
+        runtime = torch.cuda.cudart()
         for piece in self._pieces:  # one at a time: the driver's lock is held meanwhile
+            if self._stops:
+                return "another rank could not pin its memory"
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
             if code:
+                found = sum(one.nbytes for one in self._pinned)
                 wanted = sum(one.nbytes for one in self._pieces)
-                return f"the driver pinned {pinned:,} of {wanted:,} bytes (cudaHostRegister returned {code})"
-            pinned += piece.nbytes
+                return f"the driver pinned {found:,} of {wanted:,} bytes (cudaHostRegister returned {code})"
+            self._pinned.append(piece)
         return ""

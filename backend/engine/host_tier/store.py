@@ -40,6 +40,11 @@ class Transfer:
         self.moved: torch.cuda.Event | None = None
         self.ready: torch.cuda.Event | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether HostStore.end returns at once."""
+        return self.ready is None or self.ready.query()
+
 
 class HostStore:
     """Copies blocks of all layers to slots and back, on a GPU with a stream of its own.
@@ -59,7 +64,7 @@ class HostStore:
         self._piece = max(_PIECE_BYTES // slot_bytes, 1)  # slots
         self._longest = max(_COPY_BYTES // slot_bytes, 1)  # slots of one copy
         pieces = list(self._slots.split(self._piece)) if region.num_slots else []
-        self.pinning = Pinning(region, pieces, device)
+        self.pinning = Pinning(pieces, device)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._checksums = Checksums(slot_bytes, device)
@@ -109,6 +114,13 @@ class HostStore:
         if count := len(transfer.part.ins):
             first_s = transfer.began.elapsed_time(transfer.moved) / 1000
             transfer.seconds = first_s * count / min(count, self.most_blocks)
+
+    def leave(self) -> None:
+        """Unpin the memory, because the tier is off on all ranks. Copies that are in the plans already still
+        run, from memory that is not pinned.
+        """
+        self.synchronize()
+        self.pinning.undo()
 
     def synchronize(self) -> None:
         """Wait for all copies, also of plans whose results nobody takes."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import BlockHasher
 from tridecode.backend.engine.host_tier.cost import CopyCost
+from tridecode.backend.engine.host_tier.fetch import Fetch, Flight
+from tridecode.backend.engine.host_tier.readiness import SHARES, Readiness
 from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.engine.parts.host_copies import BlockOut, Copied, HostCopies
 from tridecode.backend.engine.schedule.sequence import Sequence
@@ -31,39 +31,11 @@ _BATCH = 16
 _PATIENCE = 32
 
 
-@dataclass(eq=False)
-class Fetch:
-    """Blocks that are copied into the cache for a waiting sequence.
-
-    parent: identity of the block before the first one. blocks: of the cache, one for each slot. held: blocks
-    of the cache before them, which must not be evicted meanwhile. issued, landed: numbers of copies.
-    """
-
-    sequence: Sequence
-    parent: bytes
-    keys: list[bytes]
-    slots: list[int]
-    blocks: list[int]
-    held: list[int]
-    issued: int = 0
-    landed: int = 0
-    intact: int = 0
-    failed: bool = False
-
-
-class _Flight(NamedTuple):
-    """A part whose result is not committed. ins: the fetch of each copy into the cache."""
-
-    part: HostCopies
-    ins: list[Fetch]
-
-
 class HostTier:
     """The blocks in the tier by identity, and the copies in flight. Used by the scheduler's thread only.
 
     secret: of the hashes, which outlives the engine as the blocks do. entries: the slots that are filled
-    already. most_blocks: copies in one direction of a plan with few tokens. is_ready: whether the memory may
-    be used by now.
+    already. most_blocks: copies in one direction of a plan with few tokens. pinned: see Readiness.
     """
 
     def __init__(
@@ -74,7 +46,7 @@ class HostTier:
         block_tokens: int,
         most_blocks: int,
         clock: Callable[[], float],
-        is_ready: Callable[[], bool] = lambda: True,
+        pinned: Callable[[], int] = lambda: SHARES,
     ):
         self.hasher = BlockHasher(secret)
         self.slots = BlockIndex(num_slots, self.hasher)
@@ -83,14 +55,14 @@ class HostTier:
         self.tokens = 0  # total that admitted sequences have found because they were copied in
         self.faults = 0  # total of blocks with a wrong checksum
         self._block_tokens, self._most_blocks, self._clock = block_tokens, most_blocks, clock
-        self._is_ready = is_ready
+        self.memory = Readiness(num_slots, clock, pinned)
         self._queued: dict[bytes, tuple[bytes, int]] = {}  # key -> parent, block of the cache
         self._outgoing: set[bytes] = set()
         self._bad: dict[bytes, int] = {}  # key -> slot that holds wrong values, until it is filled again
         self._drops: list[int] = []
         self._fetches: list[Fetch] = []
         self._coming: set[bytes] = set()
-        self._flights: dict[int, _Flight] = {}  # by the id of the part
+        self._flights: dict[int, Flight] = {}  # by the id of the part
         self._waited = 0  # plans since blocks were copied out
         self._began: dict[int, float] = {}  # steps in flight with prompts that are long enough to be timed
         self._ended = 0.0
@@ -118,7 +90,9 @@ class HostTier:
     @property
     def has_work(self) -> bool:
         """Return whether a plan without rows would have copies."""
-        return bool(self._queued) or bool(self._drops) or any(f.issued < len(f.slots) for f in self._fetches)
+        if (self._queued and self.memory.is_complete) or self._drops or self.memory.asks:
+            return True
+        return any(fetch.waits for fetch in self._fetches)
 
     # ------------------------------------------------------------ what the scheduler reports
 
@@ -127,7 +101,7 @@ class HostTier:
 
         The plans that write them are launched before the next `take`, or are in the making.
         """
-        if not self._is_ready():
+        if self.memory.is_off:
             return
         parent = parent or FIRST
         for key, block in zip(keys, blocks):
@@ -155,9 +129,13 @@ class HostTier:
             return False
         if keys[0] in self._coming:
             return True
-        if sequence.fetches >= MOST_FETCHES or not self._is_ready():
+        if sequence.fetches >= MOST_FETCHES or self.memory.is_off:
             return False
         slots, index = self._find(keys), self.index
+        usable = next((n for n, slot in enumerate(slots) if slot >= self.memory.usable), len(slots))
+        if usable < len(slots) and self.memory.may_wait:
+            return True
+        slots = slots[:usable]
         if not slots or not self.cost.pays():
             return False
         index.share(found)
@@ -192,20 +170,22 @@ class HostTier:
     def take(self, num_tokens: int, idle: bool = False) -> HostCopies | None:
         """Return the copies of the next plan, of num_tokens tokens. idle: the plan has nothing else."""
         limit = max(self._most_blocks, num_tokens // self._block_tokens)
-        part, flight_ins = HostCopies(drops=self._drops), []
+        part, flight_ins = HostCopies(drops=self._drops, asks=self.memory.begin()), []
         self._drops = []
         for fetch in self._fetches:
+            if not fetch.waits:
+                continue
             count = min(len(fetch.slots) - fetch.issued, limit - len(part.ins))
             chosen = slice(fetch.issued, fetch.issued + count)
             part.ins += zip(fetch.slots[chosen], fetch.blocks[chosen])
             flight_ins += [fetch] * count
             fetch.issued += count
         self._waited += bool(self._queued)
-        if self._queued and (idle or self._copies_now()):
+        if self._queued and self.memory.is_complete and (idle or self._copies_now()):
             part.outs, self._waited = self._next_outs(limit), 0
-        if not (part.outs or part.ins or part.drops):
+        if not (part.outs or part.ins or part.drops or part.asks):
             return None
-        self._flights[id(part)] = _Flight(part, flight_ins)
+        self._flights[id(part)] = Flight(part, flight_ins)
         return part
 
     def _copies_now(self) -> bool:
@@ -247,6 +227,10 @@ class HostTier:
         """Take the result of copies: blocks that came out are found from now on, and those that came in are
         in the index of the cache."""
         flight = self._flights.pop(id(part))
+        if part.asks:
+            self.memory.answer(copied.shares)
+            if self.memory.is_off:
+                self._give_up()
         for out in part.outs:
             self._end_out(out, self.index.block_of(out.key) == out.block)
         if part.ins:
@@ -259,6 +243,8 @@ class HostTier:
         part = plan.part(HostCopies)
         flight = None if part is None else self._flights.pop(id(part), None)
         if flight is not None:
+            if flight.part.asks:
+                self.memory.abandon()
             for out in flight.part.outs:
                 self._end_out(out, False)
             for fetch in flight.ins:
@@ -292,6 +278,14 @@ class HostTier:
         fetch.failed |= not intact
         if fetch.landed == fetch.issued and (fetch.failed or fetch.issued == len(fetch.slots)):
             self._end(fetch)
+
+    def _give_up(self) -> None:
+        """Issue no more copies."""
+        self._queued.clear()
+        for fetch in list(self._fetches):
+            fetch.failed = True
+            if fetch.landed == fetch.issued:
+                self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:
         """Give back what a fetch holds: its blocks stay cached, or become free if they did not arrive."""

@@ -20,6 +20,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     outs: list[tuple[_Index, _Index, _Key, _Key]]
     ins: list[tuple[_Index, _Index]]
     drops: list[_Index]
+    asks: bool
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -36,16 +37,18 @@ class BlockOut(NamedTuple):
 
 class Copied(NamedTuple):
     """The result on all ranks. intact: of each copy from the tier, whether its checksum was right. seconds:
-    time of the copies on rank 0.
+    time of the copies on rank 0. shares: the answer if the part asks, see Readiness.answer.
     """
 
     intact: list[bool]
     seconds: float
+    shares: int = 0
 
 
 @dataclass
 class HostCopies(StepPart):
     """outs: copied to the host tier. ins: (slot, block) pairs, copied from it. drops: slots to be emptied.
+    asks: the ranks report how much of the tier's memory they have pinned.
 
     The blocks are written by no step before the result is committed, and those of `outs` were written by
     earlier plans. A plan may have this part alone, without rows.
@@ -55,13 +58,14 @@ class HostCopies(StepPart):
     outs: list[BlockOut] = field(default_factory=list)
     ins: list[tuple[int, int]] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
+    asks: bool = False
 
     @property
     def captures(self) -> bool:
         return True
 
     def encode(self) -> Any:
-        return _Frame([(*out,) for out in self.outs], self.ins, self.drops)
+        return _Frame([(*out,) for out in self.outs], self.ins, self.drops, self.asks)
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> HostCopies:
@@ -72,7 +76,7 @@ class HostCopies(StepPart):
         ):
             if len(set(numbers)) != len(numbers):
                 raise TridecodeError(f"{where} names a {name} twice; wanted each at most once")
-        return cls([BlockOut(*out) for out in found.outs], found.ins, found.drops)
+        return cls([BlockOut(*out) for out in found.outs], found.ins, found.drops, found.asks)
 
     def commit(self, step: Commit, found: Copied) -> None:
         step.handlers[HostCopies]([self], found)

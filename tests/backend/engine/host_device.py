@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tests.backend.engine.toy_device import Run, ToyDevice
+from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.parts.host_copies import Copied, HostCopies, empty_plan
@@ -35,7 +36,7 @@ class HostDevice(ToyDevice):
 
     def __init__(self, limits: SchedulerLimits, memory: HostMemory):
         super().__init__(limits)
-        self.memory = memory
+        self.memory, self.shares = memory, SHARES  # that the slowest rank has pinned
 
     def run(self, plan: StepPlan) -> StepResult:
         part = plan.part(HostCopies)
@@ -67,7 +68,7 @@ class HostDevice(ToyDevice):
             memory.serial += 1
             entry = Entry(slot, key, parent, memory.serial)
             memory.filled[slot] = entry, self.cache[block].copy(), self.shifts[block].copy()
-        return Copied(intact, 0.001 * len(part.ins))
+        return Copied(intact, 0.001 * len(part.ins), self.shares if part.asks else 0)
 
 
 class HostRun(Run):
@@ -76,6 +77,7 @@ class HostRun(Run):
     def __init__(
         self, limits: SchedulerLimits, memory: HostMemory, overlap: bool | str = False, most_blocks: int = 3
     ):
+        self.now = 0.0
         tier = HostTier(
             memory.num_slots, SECRET, memory.entries(), limits.block_tokens, most_blocks, lambda: self.now
         )

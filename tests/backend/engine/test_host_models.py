@@ -18,6 +18,7 @@ from tests.backend.hf_models import gpt2, llama
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
@@ -142,6 +143,60 @@ def test_all_ranks_keep_their_parts_of_the_same_blocks(
 
 
 @torch.inference_mode()
+def test_the_tier_is_off_on_all_ranks_if_one_cannot_pin_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ends with a fault; no block is copied, and the requests are answered."""
+    model = FAMILIES["llama"](**FAMILIES["llama"].shared)
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
+    prompts = beginnings(model.config.vocab_size)
+    usual = Engine.pin_host_memory
+
+    def pin(engine: Engine) -> None:
+        if engine.state.host is not None:
+            engine.state.host.pinning.fault = "the driver pinned 0 of 8 bytes"
+        usual(engine)
+
+    monkeypatch.setattr(Engine, "pin_host_memory", pin)  # rank 0 of an offline engine does not call it
+
+    def use(offline: OfflineEngine) -> tuple[list[list[Generation]], HostTier]:
+        tier = tier_of(offline)
+        done = in_any_company(offline, prompts)
+        flush(offline)
+        return done, tier
+
+    with caplog.at_level("WARNING", logger="tridecode.engine"):
+        (found, tier), engines = on_ranks(directory, 2, 1, use, host_cache_bytes=2 * SIZE)
+    (wanted, _), _ = on_ranks(directory, 2, 1, lambda offline: (in_any_company(offline, prompts), 0))
+    assert_same(found, wanted)
+    assert tier.memory.is_off and tier.tokens == 0 and not tier.has_work
+    assert all(engine.state.host is not None for engine in engines)
+    assert not any(any(engine.state.host.region.keys()) for engine in engines)
+    assert sum("host tier is off" in record.getMessage() for record in caplog.records) == 1
+
+
+@torch.inference_mode()
+def test_ranks_of_a_node_share_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is room for the part of either rank, but not for both."""
+    monkeypatch.setattr("tridecode.backend.engine.host_tier.opening.available_memory", lambda: SIZE * 3 // 2)
+    model = FAMILIES["llama"](**FAMILIES["llama"].shared)
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
+
+    def use(offline: OfflineEngine) -> HostTier | None:
+        return offline.scheduler.cache.tier
+
+    with caplog.at_level("WARNING", logger="tridecode.engine"):
+        tier, engines = on_ranks(directory, 2, 1, use, host_cache_bytes=2 * SIZE)
+    assert tier is None and all(engine.state.host is None for engine in engines)
+    (said,) = [record.getMessage() for record in caplog.records if "host tier" in record.getMessage()]
+    assert "bytes of host memory" in said and f"{SIZE * 3 // 2:,} are available" in said
+
+
+@torch.inference_mode()
 def test_a_block_that_one_rank_lost_is_found_on_none(tmp_path: Path) -> None:
     model = FAMILIES["llama"](**FAMILIES["llama"].shared)
     directory = tmp_path / "weights"
@@ -255,7 +310,7 @@ def test_an_engine_with_a_tier_that_holds_no_block_runs_without_it() -> None:
 def test_memory_that_is_not_there_turns_the_tier_off_and_is_said_once(
     memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tridecode.backend.engine.host_tier.pinning.available_memory", lambda: 1000)
+    monkeypatch.setattr("tridecode.backend.engine.host_tier.opening.available_memory", lambda: 1000)
     model = llama()
     prompt = beginnings(model.config.vocab_size)[0]
     with caplog.at_level("WARNING", logger="tridecode.engine"):
@@ -264,4 +319,4 @@ def test_memory_that_is_not_there_turns_the_tier_off_and_is_said_once(
     flush(offline)
     (said,) = [record.getMessage() for record in caplog.records if "host tier" in record.getMessage()]
     assert "8,384,512 bytes" in said and "1,000 are available" in said and "host_cache_bytes" in said
-    assert not offline.engine.state.host.region.entries()
+    assert offline.engine.state.host is None and offline.scheduler.cache.tier is None

@@ -178,14 +178,15 @@ def test_a_plan_of_copies_alone_arrives() -> None:
 @pytest.mark.parametrize(
     ("frame", "text"),
     [
-        ([[[3, 1, key(5), key(4)], [3, 0, key(6), key(5)]], [], []], "a block twice"),
-        ([[[3, 1, key(5), key(4)]], [[1, 7]], []], "a slot twice"),
-        ([[], [[1, 7], [2, 7]], []], "a block twice"),
-        ([[[-3, 1, key(5), key(4)]], [], []], "cannot be read"),
-        ([[[3, 1, key(5)[1:], key(4)]], [], []], "cannot be read"),
-        ([[], [[1, 7, 3]], []], "cannot be read"),
-        ([[], [], [-1]], "cannot be read"),
-        ([[], []], "cannot be read"),
+        ([[[3, 1, key(5), key(4)], [3, 0, key(6), key(5)]], [], [], False], "a block twice"),
+        ([[[3, 1, key(5), key(4)]], [[1, 7]], [], False], "a slot twice"),
+        ([[], [[1, 7], [2, 7]], [], False], "a block twice"),
+        ([[[-3, 1, key(5), key(4)]], [], [], False], "cannot be read"),
+        ([[[3, 1, key(5)[1:], key(4)]], [], [], False], "cannot be read"),
+        ([[], [[1, 7, 3]], [], False], "cannot be read"),
+        ([[], [], [-1], False], "cannot be read"),
+        ([[], [], []], "cannot be read"),
+        ([[], [], [], 2], "cannot be read"),
     ],
 )
 def test_a_damaged_part_is_refused(frame: list, text: str) -> None:

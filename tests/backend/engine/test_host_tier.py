@@ -18,6 +18,7 @@ from tests.backend.engine.test_prefix_cache import computed
 from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.host_tier.cost import CopyCost
+from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
@@ -258,14 +259,75 @@ def test_a_full_tier_evicts_what_was_used_longest_ago() -> None:
 
 
 def test_nothing_is_copied_before_the_memory_is_ready() -> None:
-    run, ready = HostRun(SMALL, HostMemory(100)), False
-    run.tier._is_ready = lambda: ready
+    run = HostRun(SMALL, HostMemory(100))
+    run.tier.memory._pinned = lambda: 0
     ask(run, 1, LONG)
     assert not run.memory.filled and not run.tier.has_work
-    ready = True
+    run.tier.memory._pinned = lambda: SHARES
+    ask(run, 2, [9] * 12)
+    assert len(run.memory.filled) == 6 + 3, "also what was computed before"
+
+
+def warm(shares: int) -> HostRun:
+    """A new engine whose slowest rank has pinned `shares` of the slots; the first six hold LONG."""
+    run = HostRun(SMALL, HostMemory(100))
+    ask(run, 1, LONG)
+    assert sorted(entry.slot for entry in run.memory.entries()) == [0, 1, 2, 3, 4, 5]
+    after = HostRun(SMALL, run.memory)
+    after.device.shares = shares
+    return after
+
+
+def test_a_prompt_waits_for_blocks_whose_memory_is_being_pinned() -> None:
+    run = warm(1)  # slots 0 to 2
+    run.submit(2, LONG, max_tokens=2)
+    run.submit(3, [3, 3], max_tokens=2)
+    for _ in range(8):
+        run.step()
+    assert run.ends[3, 0] and not run.tokens[2, 0] and run.tier.tokens == 0
+    run.device.shares, run.now = SHARES, 0.1
+    run.finish()
+    assert run.tokens[2, 0] == expected(LONG, 2) and run.tier.tokens == 20 and computed(run) == 4 + 2
+
+
+def test_a_prompt_does_not_wait_for_long() -> None:
+    """Then what is pinned comes back, and the rest is computed."""
+    run = warm(1)
+    run.step()
+    run.now = 2.0
     ask(run, 2, LONG)
+    assert run.tier.tokens == 12 and computed(run) == len(LONG) - 12
+
+
+def test_ranks_are_asked_until_the_last_one_is_ready() -> None:
+    run = warm(0)
+    asked = []
+    for number in range(8):
+        run.device.shares, run.now = 4 * (number + 1), run.now + 0.03  # less than the interval
+        plan = run.scheduler.plan()
+        if plan is not None:
+            asked.append(number)
+            run.take(run.scheduler.commit(plan, run.device.run(plan)))
+    assert asked == [0, 2, 4, 6] and run.tier.memory.usable == 87
+    run.now += 1
+    run.step()
+    assert run.tier.memory.is_complete and not run.tier.has_work
+
+
+def test_copies_end_where_a_rank_fails_to_pin_the_rest() -> None:
+    """Its answer comes while blocks are on their way."""
+    run = warm(3)  # slots 0 to 8
+    run.tier._most_blocks = 1
+    run.step()
+    run.submit(2, LONG, max_tokens=2)
+    run.step()
+    run.device.shares, run.now = -1, 0.1
+    run.finish()
+    assert run.tier.memory.is_off and not run.tier._fetches
+    assert run.tokens[2, 0] == expected(LONG, 2) and computed(run) > 4
+    filled = dict(run.memory.filled)
     ask(run, 3, [9] * 12)
-    assert run.memory.filled
+    assert run.memory.filled == filled, "nothing is copied any more"
 
 
 def test_blocks_of_failed_logits_leave_the_tier() -> None:

@@ -219,6 +219,7 @@ def on_ranks(
             named = {"host_fd": host_fds[rank]} if host_fds else {}
             engines[rank] = load_engine(directory, model, resolve(config, model, cpu), ranks, cpu, **named)
             if rank > 0:
+                engines[rank].pin_host_memory()
                 follow(engines[rank], RankStatus())
         except BaseException as error:  # told to the test's own thread
             errors.append(error)

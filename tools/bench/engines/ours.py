@@ -143,6 +143,7 @@ def open_engine(job: Job) -> Iterator[Engine]:
 
 def _follow(job: Job, rank: int, meeting: str) -> None:
     engine = _load(job, rank, meeting)
+    engine.pin_host_memory()
     follow(engine, RankStatus())
     engine.ranks.close()
 

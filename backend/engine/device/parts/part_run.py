@@ -42,6 +42,11 @@ class PartRun(Generic[P]):
     def after_sampling(self, tokens: Tensor) -> None:
         """tokens: (R,) int32, on the device."""
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether `result` returns at once when the device has done the step."""
+        return True
+
     def result(self) -> Any:
         """The result for StepResult.parts, once the device has done the step; with pipeline stages of use on
         rank 0 only. None: there is nothing to commit.
