@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from tridecode.backend.batches.answer_files import AnswerFile, AnswerFiles
 from tridecode.backend.batches.lines import InputLines, Request
 from tridecode.backend.batches.meter import Meter
 from tridecode.backend.batches.records import LineError, Response, answer_line, error_line
+
+_log = logging.getLogger("tridecode.batches")
 
 _TICK_S = 0.5
 _YIELD_LINES = 200  # that are read before other tasks have their turn
@@ -34,7 +37,8 @@ class Runner:
     async def run(
         self, sender: Sends, concurrency: int, stopping: asyncio.Event, show: Callable[[], object]
     ) -> None:
-        """Answer all lines, or stop once `stopping` is set. show: called every 0.5 s.
+        """Answer all lines, or stop once `stopping` is set. show: called every 0.5 s; it may
+        raise OSError.
 
         All answers that have come when the run ends or fails are in the files. Raises what `sender` does, and
         OSError.
@@ -123,10 +127,16 @@ class Runner:
         await writer
 
     async def _show(self, show: Callable[[], object]) -> None:
+        failed = False
         while True:
             self.meter.empty = self._lines.num_empty
             self.meter.sample()
-            show()
+            try:
+                show()
+            except OSError as error:  # of the disk, perhaps for a moment: the writer meets one that lasts
+                if not failed:
+                    _log.warning("the progress could not be shown: %s", error)
+                failed = True
             await asyncio.sleep(_TICK_S)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 
@@ -31,7 +30,7 @@ from tridecode.kernels.ops import Ops
 log = logging.getLogger("tridecode.engine")
 
 Progress = Callable[[str], None]
-OpenHost = Callable[[DeviceState], Optional[HostStore]]
+OpenHost = Callable[[DeviceState], HostStore | None]
 
 
 def build_engine(

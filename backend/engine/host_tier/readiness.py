@@ -1,4 +1,4 @@
-"""Which slots of the host tier may be used: those that every rank has pinned, which plans ask. No torch."""
+"""Tracks which slots of the host tier all ranks have pinned. Plans ask the ranks. No torch."""
 
 from __future__ import annotations
 

@@ -41,8 +41,12 @@ class Upload:
             store.check_room(expected, 1)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            self._grow(expected)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                self._grow(expected)
+            except BaseException:
+                self.abandon()
+                raise
 
     def write(self, data: bytes) -> None:
         """Append. Raises ApiError for a file that is too large or for which the store has no room."""

@@ -315,7 +315,7 @@ def test_ranks_are_asked_until_the_last_one_is_ready() -> None:
 
 
 def test_copies_end_where_a_rank_fails_to_pin_the_rest() -> None:
-    """Its answer comes while blocks are on their way."""
+    """Its answer comes while copies are in flight."""
     run = warm(3)  # slots 0 to 8
     run.tier._most_blocks = 1
     run.step()

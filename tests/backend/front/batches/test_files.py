@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 import threading
@@ -213,6 +214,20 @@ def test_a_disk_that_is_full_at_the_end_of_an_upload_keeps_nothing(store: Store,
         received.finish("a", "batch")
     received.abandon()
     assert not list(store.files.iterdir())
+
+
+def test_a_disk_that_is_full_at_the_beginning_of_an_upload_keeps_nothing(
+    store: Store, monkeypatch: Any
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        with pytest.raises(OSError, match="No space"):
+            Upload(store, 1000)
+    assert not list(store.files.iterdir()) and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(repo: Path, tmp_path: Path) -> None:
