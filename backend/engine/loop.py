@@ -17,7 +17,7 @@ from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.schedule.scheduler import Scheduler
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import LateSamples, PlanMessage, StepPlan
 from tridecode.backend.engine.step.plan_queue import End, PlanQueue
 from tridecode.backend.wire import messages as m
 
@@ -251,18 +251,34 @@ def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
         if isinstance(plan, End):
             break
         launched = None
-        if plan is not None:
+        if isinstance(plan, StepPlan):
             status.busy_since = status.busy_since or time.monotonic()
             launched = engine.launch(plan)
         if pending is not None:
             _finish(pending, status, launched is not None)
+        if launched is not None and plan.late:
+            late = plans.take()  # follows when rank 0 has committed the step that has just ended
+            if isinstance(late, End):
+                break
+            launched = _sample_late(engine, plan, launched, late)
         if launched is not None and not engine.is_asynchronous:
             _finish(launched, status, False)
             launched = None
         pending = launched
 
 
-def _next_plan(plans: PlanQueue, pending: Pending | None) -> StepPlan | End | None:
+def _sample_late(engine: Engine, plan: StepPlan, pending: Pending, late: PlanMessage | None) -> Pending:
+    """Sample the late rows of the newest step of a follower, as rank 0 does."""
+    words = engine.state.sampling.masks.shape[1]
+    if not isinstance(late, LateSamples) or not set(late.rows) <= set(plan.late):
+        raise TridecodeError(f"plan {plan.step} from rank 0 has late rows, and no samples of them follow")
+    if late.rows and late.masks.shape[1] != words:
+        found = f"masks of {late.masks.shape[1]} words"
+        raise TridecodeError(f"late samples of plan {plan.step} from rank 0 have {found}; wanted {words}")
+    return engine.sample_late(plan, pending, late.rows, late.masks)
+
+
+def _next_plan(plans: PlanQueue, pending: Pending | None) -> PlanMessage | End | None:
     """Return the next plan, or None once the step in flight is done and no plan has arrived."""
     if pending is None:
         return plans.take()

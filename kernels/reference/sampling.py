@@ -25,10 +25,10 @@ def sample(logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, 
         ("R", "log_probs", log_probs),
     )
     indices("sample", ("slots", slots), ("tokens", tokens))
-    log_probs.zero_()
     rows = (slots >= 0).nonzero().squeeze(1)
     if not len(rows):
         return
+    log_probs[rows] = 0.0
     held = slots[rows].long()
     sequences = SlotRows(state, held, records(state.slots[held]))
     x = logits if len(rows) == len(slots) else logits[rows]

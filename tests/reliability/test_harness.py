@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.reliability import fuzz, load
+from tests.reliability.forms import FREE, fault_of
 from tests.reliability.report import table
 from tests.reliability.traffic import clean, controls, mixture
 from tests.reliability.watch import Sample, Watch
@@ -134,8 +135,17 @@ def test_a_fuzzed_request_is_judged_by_its_end(kind, way, seen, clean_):
 
 def test_a_mixture_follows_its_seed_and_controls_have_names_of_their_own():
     assert mixture(1, 20) == mixture(1, 20) != mixture(2, 20)
+    assert sum(ask.form != FREE for ask in mixture(1, 12)) == 2
     names = [ask.name for ask in controls()]
     assert len(set(names)) == len(names)
+
+
+def test_an_answer_that_does_not_obey_its_form_is_a_fault():
+    assert fault_of(FREE, "x") == "" == fault_of(("regex", "a+"), "aa")
+    assert "does not match" in fault_of(("regex", "a+"), "aab")
+    schema = "json_schema", '{"type": "array", "items": {"enum": [1]}}'
+    assert fault_of(schema, "[1, 1]") == ""
+    assert "is not JSON" in fault_of(schema, "[1") and "2 is not one of" in fault_of(schema, "[2]")
 
 
 def test_bytes_that_no_client_library_would_send_reach_the_wire():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 import urllib.request
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability.forms import FREE, form_of
 from tests.reliability.service import Service
 from tests.reliability.traffic import Ask, Clients, text_ask, token_ask
 from tests.reliability.wire import Outcome
@@ -23,14 +25,15 @@ SLACK_S = 2.0  # detection, the first step of all prompts, and the load of the m
 
 
 def asks() -> list[Ask]:
-    """Greedy and sampled streams of texts and of ids, each with a prompt of its own."""
-    made = []
+    """Greedy and sampled streams of texts, some in a form, and of ids, each with a prompt of its own."""
+    made, draw = [], random.Random("forms")
     for number in range(STREAMS):
         seed = None if number % 4 < 2 else 2**62 + number
         name = f"stream {number}"
         if number % 2:
             text = f"{number} boats and the small harbour"
-            made.append(text_ask(name, "tensorrt_llm_bls", "grpc_stream", text, TOKENS, seed))
+            form = form_of(draw, TOKENS) if number % 8 in (1, 3) else FREE
+            made.append(text_ask(name, "tensorrt_llm_bls", "grpc_stream", text, TOKENS, seed, form))
         else:
             prompt = [5 + number, 9, 11, 3 + 2 * number]
             made.append(token_ask(name, "fastertransformer_streaming", "grpc_stream", prompt, TOKENS, seed))
@@ -74,6 +77,7 @@ def test_64_streams_of_a_killed_engine_are_whole(repository: Path) -> None:
         assert [outcome.kind for outcome in outcomes] == ["answer"] * STREAMS
         found = {ask.name: ask.digest(outcome) for ask, outcome in zip(wanted_of, outcomes)}
         assert found == wanted
+        assert not [ask.name for ask, outcome in zip(wanted_of, outcomes) if ask.fault(outcome)]
         rebuilt_s = moment(service.log(), "is ready") - killed_at
         gap_s = max(outcome.silence_after(killed) for outcome in outcomes)
         print(f"{STREAMS} of {STREAMS} texts equal; longest gap {gap_s:.1f} s, rebuild {rebuilt_s:.1f} s")

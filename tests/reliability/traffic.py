@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from tests.reliability.forms import FREE, Form, fault_of, form_of
 from tests.reliability.wire import (
     UNCLEAN,
     GrpcCaller,
@@ -67,7 +68,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Ask:
-    """A well-formed request. way: grpc, grpc_stream, http, generate or generate_stream."""
+    """A well-formed request. way: grpc, grpc_stream, http, generate or generate_stream. form: that its
+    answers obey."""
 
     name: str
     model: str
@@ -75,6 +77,7 @@ class Ask:
     tensors: tuple[Tensor, ...] = ()
     body: str = ""
     compared: tuple[str, ...] = ("output_ids", "sequence_length", "text_output", "OUTPUT_0", "body")
+    form: Form = FREE
 
     async def send(
         self,
@@ -112,6 +115,10 @@ class Ask:
                 held = [json.dumps(answer.get("outputs", answer.get("text_output")), sort_keys=True).encode()]
         return hashlib.sha256(b"|".join(held)).hexdigest()[:16] if held else ""
 
+    def fault(self, outcome: Outcome) -> str:
+        """Return why an answer does not obey the form; "" if it does, or if there is none."""
+        return fault_of(self.form, outcome.outputs.get("text_output", b"").decode("utf-8", "replace"))
+
 
 def token_ask(
     name: str, model: str, way: str, prompt: Sequence[int], new_tokens: int, sampled_seed: int | None = None
@@ -133,15 +140,25 @@ def token_ask(
 
 
 def text_ask(
-    name: str, model: str, way: str, text: str, new_tokens: int, sampled_seed: int | None = None
+    name: str,
+    model: str,
+    way: str,
+    text: str,
+    new_tokens: int,
+    sampled_seed: int | None = None,
+    form: Form = FREE,
 ) -> Ask:
     values: dict = {"text_input": text, "max_tokens": new_tokens, "end_id": 50256}
+    if form != FREE:
+        values.update(guided_decoding_guide_type=form[0], guided_decoding_guide=form[1])
     if way in ("grpc_stream", "generate_stream"):
         values["stream"] = True
     if sampled_seed is not None:
         values.update(top_p=0.9, temperature=0.8, seed=sampled_seed)
     types = {
         "text_input": "BYTES",
+        "guided_decoding_guide_type": "BYTES",
+        "guided_decoding_guide": "BYTES",
         "stream": "BOOL",
         "seed": "UINT64",
         "top_p": "FP32",
@@ -151,7 +168,7 @@ def text_ask(
         Tensor(key, types.get(key, "INT32"), [1, 1], [value.encode() if isinstance(value, str) else value])
         for key, value in values.items()
     ]
-    return Ask(name, model, way, tuple(tensors), json.dumps(values))
+    return Ask(name, model, way, tuple(tensors), json.dumps(values), form=form)
 
 
 def ensemble_ask(name: str, text: str, new_tokens: int) -> Ask:
@@ -179,7 +196,7 @@ def controls() -> list[Ask]:
 
 
 def mixture(seed: int, count: int, prompt_tokens: int = 48, new_tokens: int = 160) -> list[Ask]:
-    """Requests of a crowd, drawn from the seed: doors, lengths and sampling."""
+    """Requests of a crowd, drawn from the seed: doors, lengths, sampling and, in each sixth, forms."""
     draw = random.Random(f"mixture {seed}")
     asks = []
     for number in range(count):
@@ -189,6 +206,8 @@ def mixture(seed: int, count: int, prompt_tokens: int = 48, new_tokens: int = 16
         prompt = [draw.randrange(3, 330) for _ in range(length)]
         text = " ".join(draw.choice(WORDS) for _ in range(1 + length // 4))
         kind = draw.choice(["ids", "stream", "stream", "stream", "plain", "text", "text", "sse"])
+        if number % 6 == 5:
+            kind = "form"
         name = f"{number} {kind}"
         if kind == "ids":
             asks.append(token_ask(name, "fastertransformer", "grpc", prompt, short, sampled))
@@ -200,6 +219,9 @@ def mixture(seed: int, count: int, prompt_tokens: int = 48, new_tokens: int = 16
             asks.append(text_ask(name, "tensorrt_llm_bls_plain", "http", text, short, sampled))
         elif kind == "text":
             asks.append(text_ask(name, "tensorrt_llm_bls", "grpc_stream", text, output, sampled))
+        elif kind == "form":
+            form, way = form_of(draw, output), draw.choice(["grpc_stream", "generate_stream"])
+            asks.append(text_ask(name, "tensorrt_llm_bls", way, text, 400, sampled, form))
         else:
             asks.append(text_ask(name, "tensorrt_llm_bls", "generate_stream", text, output, sampled))
     return asks
@@ -240,6 +262,7 @@ class Clients:
             )
             found[ask.name] = ask.digest(outcome)
             assert found[ask.name], f"control {ask.name} was answered without tokens"
+            assert not ask.fault(outcome), f"control {ask.name}: {ask.fault(outcome)}"
         return found
 
     def close(self) -> None:
@@ -283,6 +306,8 @@ class Crowd:
                 digest = ask.digest(outcome)
                 if digest != self._answers[ask.name]:
                     self.wrong.append(ask.name)
+            if outcome.kind == "answer" and (fault := ask.fault(outcome)):
+                self.wrong.append(f"{ask.name}: {fault}")
             await asyncio.sleep(0.2 if outcome.kind != "answer" else self._pause_s)
 
     def open_now(self) -> int:

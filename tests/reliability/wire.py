@@ -235,7 +235,7 @@ class GrpcCaller:
             return outcome.finish("cancelled" if cancel_s else "hang")
         except grpc.aio.AioRpcError as error:
             outcome.ends += 1
-            return outcome.finish("error", error.code().name, error.details() or "")
+            return outcome.finish("error", _code_of(error), error.details() or "")
         outcome.ends, outcome.responses = 1, 1
         if answer_type is not None:
             outcome.outputs = _outputs_of(answer)
@@ -261,7 +261,7 @@ class GrpcCaller:
         except grpc.aio.AioRpcError as error:
             if not outcome.ends:
                 outcome.ends += 1
-                outcome.finish("error", error.code().name, error.details() or "")
+                outcome.finish("error", _code_of(error), error.details() or "")
             return outcome
         finally:
             call.cancel()
@@ -307,6 +307,11 @@ class GrpcCaller:
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
+
+
+def _code_of(error: grpc.aio.AioRpcError) -> str:
+    """Return the status; CONNECTION for the words of the client's library where a server dies in a call."""
+    return "CONNECTION" if error.details() == "Internal error from Core" else error.code().name
 
 
 def _outputs_of(answer: service_pb2.ModelInferResponse) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from tridecode.backend.engine.ranks.vocab_share import mask_padding, whole_rows
 from tridecode.backend.engine.speculation.depth import StepCosts
 from tridecode.backend.engine.speculation.sources import RING_TOKENS
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
-from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.engine.step.plan import LateSamples, StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs
 from tridecode.backend.engine.step.query_graphs import QueryGraphs
 from tridecode.backend.engine.step.step_buffers import StepBuffers
@@ -114,8 +114,10 @@ class Engine:
         """Sample these rows of the newest step, some of plan.late, and return the step with its result.
 
         pending: what `launch` returned for the plan. masks: (n, W) int32, of the rows. Call it before the
-        next step is launched, also without rows.
+        next step is launched, also without rows; rank 0 does it for all ranks.
         """
+        if self.ranks.rank == 0:
+            self.ranks.broadcast_plan(LateSamples(plan.step, rows, masks))
         with torch.inference_mode():
             self.sampler.sample_late(plan, rows, masks)
         return self._pending(plan, pending.parts)

@@ -26,7 +26,7 @@ from torch import Tensor
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.engine.step.plan import LateSamples, PlanMessage, StepPlan, StepResult
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 from tridecode.backend.wire.messages import PROTOCOL, RankDigest
 
@@ -212,8 +212,15 @@ class PlanOrder:
     def __init__(self, rank: int) -> None:
         self._rank, self._last = rank, -1
 
-    def check(self, plan: StepPlan) -> StepPlan:
-        """Raises TridecodeError unless the plan is the next one; the first may have any number."""
+    def check(self, plan: PlanMessage) -> PlanMessage:
+        """Return the plan. Raises TridecodeError unless it is the next one, or late samples are of the last
+        one; the first plan may have any number.
+        """
+        if isinstance(plan, LateSamples):
+            if plan.step != self._last:
+                text = f"rank {self._rank} got late samples of plan {plan.step} after plan {self._last}"
+                raise TridecodeError(text)
+            return plan
         if self._last >= 0 and plan.step != self._last + 1:
             raise TridecodeError(
                 f"rank {self._rank} got plan {plan.step} after plan {self._last}; wanted {self._last + 1}"

@@ -21,7 +21,7 @@ from tridecode.backend.engine.ranks.agreement import Meeting, OnWait, PeerLost, 
 from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, gpu_name, shares_a_gpu
 from tridecode.backend.engine.step import plan_frame, plan_wire
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import LateSamples, PlanMessage
 from tridecode.backend.engine.step.results import Outbox
 from tridecode.backend.models.context import RowSums
 
@@ -120,7 +120,7 @@ class SingleRank:
 
     def raise_if_lost(self) -> None: ...
 
-    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
+    def broadcast_plan(self, plan: PlanMessage | None) -> PlanMessage | None:
         return plan
 
     def close(self) -> None: ...
@@ -293,14 +293,18 @@ class ProcessRanks:
         return min(self._meeting.gather("agreeing on the smallest size", value))
 
     @exchange("the broadcast of a plan")
-    def _send_plan(self, plan: StepPlan | None) -> None:
-        frame = b"" if plan is None else seal(plan_frame.encode(plan))
+    def _send_plan(self, plan: PlanMessage | None) -> None:
+        frame = b""
+        if plan is not None:
+            is_late = isinstance(plan, LateSamples)
+            frame = seal(plan_frame.encode_late(plan) if is_late else plan_frame.encode(plan))
         for message in plan_wire.messages(frame):
             dist.broadcast(torch.from_numpy(message), 0)
 
     @exchange("")
-    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
-        """Rank 0 sends a plan (None: the end); the others return it, without the scheduler's own objects.
+    def broadcast_plan(self, plan: PlanMessage | None) -> PlanMessage | None:
+        """Rank 0 sends a plan, or what samples the late rows of the last one (None: the end); the others
+        return it, without the scheduler's own objects.
 
         Raises TridecodeError on a rank that receives an invalid plan; nothing that is received is executed.
         """

@@ -37,10 +37,10 @@ def sample(
     overwritten. state: its counts (S, vocab.size) cover this rank's ids. slots, tokens, log_probs: (R,), as
     in Ops.sample.
     """
-    log_probs.zero_()
     rows = (slots >= 0).nonzero().squeeze(1)
     if not len(rows):
         return
+    log_probs[rows] = 0.0
     held = slots[rows].long()
     sequences = records(state.slots[held])
     slot_rows = SlotRows(state, held, sequences, vocab.first)

@@ -110,10 +110,9 @@ class StepPlan:
     parts: list[StepPart] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
-    #: decode rows that `Engine.sample_late` samples, whose masks come after the launch; none where there are
-    #: several ranks
+    #: decode rows that `Engine.sample_late` samples, whose masks come after the launch
     late: list[int] = field(default_factory=list)
-    #: those of them that were not sampled, because their masks came too late
+    #: those of them that were not sampled, because their masks came too late; stays on rank 0
     missed: list[int] = field(default_factory=list)
 
     @property
@@ -132,6 +131,22 @@ class StepPlan:
         """Return the part of this class, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
+
+@dataclass
+class LateSamples:
+    """What samples rows of a plan that is launched: rank 0 sends it to the others after the plan.
+
+    step: of the plan. rows: some of plan.late, in ascending order. masks: (n, W) int32, of these rows, as in
+    SamplingState.masks.
+    """
+
+    step: int
+    rows: list[int]
+    masks: np.ndarray
+
+
+#: what rank 0 sends to the other ranks
+PlanMessage = StepPlan | LateSamples
 
 #: values instead of a token, as in kernels.sampling_state: the logits are not finite; no id is allowed
 BROKEN_LOGITS, NO_TOKEN = -1, -2

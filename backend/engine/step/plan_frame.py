@@ -14,7 +14,7 @@ import numpy as np
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.encoding import ints, read_ints
 from tridecode.backend.engine.parts.table import PARTS
-from tridecode.backend.engine.step.plan import MOST_QUERIES, SlotStart, StepPlan
+from tridecode.backend.engine.step.plan import MOST_QUERIES, LateSamples, PlanMessage, SlotStart, StepPlan
 from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: 64 starting sequences of 128k tokens need 33 MB, prompt tables 128 MB; a larger size means a damaged frame
@@ -33,7 +33,7 @@ class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     masked: bool
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="plan"):
     step: int
     num_tokens: int
     num_rows: int
@@ -49,14 +49,30 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     slots: bytes
     samples: bytes
     starts: list[_Start]
+    late: list[_Index]
     parts: list[tuple[str, msgspec.Raw]]  # (tag, value encoded by its class)
 
 
-_decoder = msgspec.msgpack.Decoder(_Frame)
+class _LateFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="late"):
+    step: int
+    rows: list[_Index]
+    words: _Index
+    masks: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame | _LateFrame)
+
+
+def encode_late(late: LateSamples) -> bytes:
+    """Encode what samples the late rows of a plan. Raises TridecodeError beyond MAX_BYTES."""
+    words = late.masks.shape[1] if late.rows else 0
+    frame = msgspec.msgpack.encode(_LateFrame(late.step, late.rows, words, ints(late.masks)))
+    check_size(len(frame))
+    return frame
 
 
 def encode(plan: StepPlan) -> bytes:
-    """Encode the plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
+    """Encode the plan without what stays on rank 0. Raises TridecodeError beyond MAX_BYTES."""
     starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p, s.masked) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(
@@ -75,6 +91,7 @@ def encode(plan: StepPlan) -> bytes:
             slots=ints(plan.slots),
             samples=ints(plan.samples),
             starts=starts,
+            late=plan.late,
             parts=[(part.tag, msgspec.Raw(msgspec.msgpack.encode(part.encode()))) for part in plan.parts],
         )
     )
@@ -82,13 +99,17 @@ def encode(plan: StepPlan) -> bytes:
     return frame
 
 
-def decode(frame: bytes) -> StepPlan:
-    """Return the plan of a frame, with read-only arrays. Raises TridecodeError that names the fault."""
+def decode(frame: bytes) -> PlanMessage:
+    """Return the plan of a frame, or what samples the late rows of one, with read-only arrays. Raises
+    TridecodeError that names the fault.
+    """
     check_size(len(frame))
     try:
         found = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TridecodeError(f"a plan of {len(frame):,} bytes from rank 0 cannot be read: {error}") from None
+    if isinstance(found, _LateFrame):
+        return _late(found)
     tokens, rows = found.num_tokens, found.num_rows
     if not (0 <= found.num_decodes <= rows <= tokens and found.num_columns >= 0):
         raise TridecodeError(
@@ -108,6 +129,7 @@ def decode(frame: bytes) -> StepPlan:
         num_decodes=found.num_decodes,
         queries=found.queries,
         starts=[_start(found, start) for start in found.starts],
+        late=found.late,
     )
     _check_rows(plan)
     for tag, data in found.parts:
@@ -118,6 +140,14 @@ def decode(frame: bytes) -> StepPlan:
             raise TridecodeError(f"{where} comes twice")
         plan.parts.append(PARTS[tag].decode(data, plan, where))
     return plan
+
+
+def _late(found: _LateFrame) -> LateSamples:
+    where = f"late samples of plan {found.step} from rank 0"
+    if found.rows != sorted(set(found.rows)):
+        raise TridecodeError(f"{where} have a row twice, or rows out of order")
+    masks = read_ints(found.masks, len(found.rows) * found.words, where)
+    return LateSamples(found.step, found.rows, masks.reshape(len(found.rows), found.words))
 
 
 def check_size(size: int) -> None:
@@ -148,6 +178,13 @@ def _check_rows(plan: StepPlan) -> None:
         )
     if (plan.samples < 0).any() or (plan.samples > queries).any():
         raise TridecodeError(f"plan {plan.step} from rank 0: samples are not within the tokens of their rows")
+    if plan.late and (
+        plan.queries or plan.late != sorted(set(plan.late)) or plan.late[-1] >= plan.num_decodes
+    ):
+        found = f"late rows {plan.late[:8]} of {plan.num_decodes} decode rows, {plan.queries} queries"
+        raise TridecodeError(
+            f"plan {plan.step} from rank 0 has {found}; wanted ascending decode rows and no queries"
+        )
     decodes, most = plan.num_decodes, max(plan.queries, 1)
     if plan.query_starts[decodes] > decodes * most or (plan.queries and not _verifies(plan, queries)):
         raise TridecodeError(

@@ -6,7 +6,7 @@ import queue
 import threading
 from typing import Protocol
 
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import PlanMessage
 
 #: maximum number of queued plans; rank 0 has fewer in flight
 _MOST = 64
@@ -17,7 +17,7 @@ class End:
 
 
 class Ranks(Protocol):
-    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None: ...
+    def broadcast_plan(self, plan: PlanMessage | None) -> PlanMessage | None: ...
 
 
 class PlanQueue:
@@ -28,12 +28,12 @@ class PlanQueue:
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._arrived: queue.Queue[StepPlan | End | BaseException] = queue.Queue(_MOST)
+        self._arrived: queue.Queue[PlanMessage | End | BaseException] = queue.Queue(_MOST)
         self._thread = threading.Thread(target=self._receive, name="plans", daemon=True)
         self._thread.start()
 
-    def take(self, timeout_s: float | None = None) -> StepPlan | End | None:
-        """Return the next plan, or End; None if none arrives within timeout_s (None: no limit).
+    def take(self, timeout_s: float | None = None) -> PlanMessage | End | None:
+        """Return the next message, or End; None if none arrives within timeout_s (None: no limit).
 
         Raises what the receiver raised: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone.
         """

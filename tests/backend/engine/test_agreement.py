@@ -29,7 +29,7 @@ from tridecode.backend.engine.ranks.agreement import (
     seal,
     unseal,
 )
-from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.engine.step.plan import LateSamples, StepPlan, StepResult
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire.messages import RankDigest
 
@@ -118,6 +118,11 @@ def test_plans_come_in_order_and_whole():
     for step in (9, 11):
         with pytest.raises(TridecodeError, match=rf"rank 2 got plan {step} after plan 9; wanted 10"):
             order.check(plan(step))
+    late = LateSamples(9, [], np.zeros((0, 0), np.int32))
+    assert order.check(late) is late and order.check(late) is late  # the order of plans is as before
+    with pytest.raises(TridecodeError, match="rank 2 got late samples of plan 8 after plan 9"):
+        order.check(LateSamples(8, [], late.masks))
+    order.check(plan(10))
     sealed = seal(b"a plan")
     assert unseal(sealed) == b"a plan"
     for index in range(len(sealed)):

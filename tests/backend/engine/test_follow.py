@@ -3,9 +3,11 @@ ends."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from queue import Queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.step import plan_frame, plan_wire
 from tridecode.backend.engine.step.decode_graphs import decode_plan
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan import LateSamples, StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 WAIT_S = 10.0
+WORDS = 3  # of a mask
 
 
 class Ranks:
@@ -53,6 +56,8 @@ class Engine:
         self.ranks, self.is_asynchronous = Ranks(), is_asynchronous
         self.log: list[str] = []
         self.steps: dict[int, Step] = {}
+        sampling = SimpleNamespace(masks=np.zeros((2, WORDS), np.int32))
+        self.state = SimpleNamespace(sampling=sampling)
 
     def launch(self, plan: StepPlan) -> Step:
         self.log.append(f"launched {plan.step}")
@@ -61,6 +66,11 @@ class Engine:
             step.end.set()
         self.steps[plan.step] = step
         return step
+
+    def sample_late(self, plan: StepPlan, pending: Step, rows: list[int], masks: np.ndarray) -> Step:
+        assert masks.shape == (len(rows), WORDS)
+        self.log.append(f"sampled {rows} of {plan.step}")
+        return pending
 
 
 def numbered(step: int) -> StepPlan:
@@ -131,6 +141,53 @@ def test_on_a_cpu_each_step_ends_before_the_next() -> None:
     thread.join(WAIT_S)
     assert engine.log == ["launched 1", "waited 1", "launched 2", "waited 2"] and not errors
     assert status.steps == 2 and not status.busy_since
+
+
+def test_late_rows_are_sampled_once_rank_0_has_sent_their_masks() -> None:
+    """That is after the step before has ended, which the follower therefore must not wait to end after it."""
+    engine = Engine(is_asynchronous=True)
+    thread, _, errors = started(engine)
+    first, second = numbered(1), numbered(2)
+    second.late = [0]
+    for one in (first, second):
+        engine.ranks.plans.put(one)
+    until(lambda: 2 in engine.steps)
+    engine.steps[1].end.set()
+    until(lambda: "waited 1" in engine.log)
+    assert engine.log == ["launched 1", "launched 2", "waited 1"]
+    engine.ranks.plans.put(LateSamples(2, [0], np.zeros((1, WORDS), np.int32)))
+    engine.ranks.plans.put(numbered(3))
+    until(lambda: 3 in engine.steps)
+    assert engine.log[3:] == ["sampled [0] of 2", "launched 3"]
+    for step in engine.steps.values():
+        step.end.set()
+    engine.ranks.plans.put(None)
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not errors
+
+
+@pytest.mark.parametrize("late", [[3], [0]])
+def test_late_samples_that_do_not_fit_end_the_rank(late: list[int]) -> None:
+    engine = Engine(is_asynchronous=False)
+    plan = numbered(5)
+    plan.late = [0]
+    engine.ranks.plans.put(plan)
+    engine.ranks.plans.put(LateSamples(5, late, np.zeros((1, WORDS + 1), np.int32)))
+    thread, _, errors = started(engine)
+    thread.join(WAIT_S)
+    (error,) = errors
+    assert re.search("plan 5 from rank 0 has late rows|masks of 4 words; wanted 3", str(error))
+
+
+def test_rank_0_may_end_before_it_samples_late_rows() -> None:
+    engine = Engine(is_asynchronous=False)
+    plan = numbered(5)
+    plan.late = [0]
+    engine.ranks.plans.put(plan)
+    engine.ranks.plans.put(None)
+    thread, _, errors = started(engine)
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not errors
 
 
 def test_a_damaged_plan_ends_the_rank_with_its_text() -> None:

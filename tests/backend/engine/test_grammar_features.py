@@ -147,7 +147,7 @@ MIXED = [
 
 
 def moved(first: OfflineEngine, second: OfflineEngine, steps: int) -> list[dict]:
-    """Begin MIXED on one engine, and continue it on another one once the first request has this many tokens."""
+    """Begin MIXED on one engine; another one continues it once the first request has `steps` tokens."""
     clients = {}
     for number, sequences in enumerate(MIXED):
         clients[number] = Client(Submit(number, sequences), random_model().config.vocab_size)

@@ -6,19 +6,41 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.backend.engine.grammar_models import END, OTHER_END, constrained_engine, sampled
+from tests.backend.engine.grammar_models import (
+    END,
+    OTHER_END,
+    constrained_engine,
+    random_model,
+    sampled,
+    tokenizer_folder,
+)
 from tests.backend.engine.loop_in_thread import run_loop
-from tests.checkpoints import tiny_tokenizer
+from tests.checkpoints import save, tiny_tokenizer
+from tests.kernels.peer_process import on_ranks
 from tests.waiting import wait_until
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device.loading import load_engine
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.grammars.guidance import Guidance
+from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.ranks.parallel import ProcessRanks
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.models import read_model_config
+from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire.messages import SequenceRequest, Submit
 from tridecode.backend.wire.structured_output import StructuredOutput
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +53,41 @@ OUTPUTS = [
     StructuredOutput("choice", '["yes", "no, but"]'),
 ]
 COUNT = 24
+
+
+def late_on_ranks(directory: Path, meeting: Path, tokenizer: Path, rank: int, world: int, exchange) -> str:
+    """Answer on one of several tensor ranks; what is wrong, "" for nothing."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = ProcessRanks(rank, world, 1, f"file://{meeting}", device)
+    try:
+        model = read_model_config(directory)
+        sizes = dict(max_sequences=32, max_step_tokens=64, max_sequence_tokens=512, cache_bytes=16 << 20)
+        config = resolve(EngineConfig(**sizes, device="cuda", data_type="fp32"), model, device)
+        engine = load_engine(directory, model, config, ranks, device)
+        if rank > 0:
+            follow(engine, RankStatus())
+            return ""
+        try:
+            return _late_on_rank_0(OfflineEngine(engine, tokenizer_dir=tokenizer))
+        finally:
+            ranks.broadcast_plan(None)
+    finally:
+        exchange(b"done")
+        ranks.close()
+
+
+def _late_on_rank_0(offline: OfflineEngine) -> str:
+    grammars, limits = offline.scheduler.grammars, replace(offline.scheduler.limits, late_masks=True)
+    offline.scheduler, found = Scheduler(limits, time.monotonic, grammars=grammars), []
+    for params in ({}, {"top_k": 20, "top_p": 0.8, "return_log_probs": True}):
+        texts, late, missed = answers(offline, **params)
+        check(texts)
+        found.append(f"{late} rows late, {missed} missed")
+        if not late:
+            return "no row was sampled late"
+    print("; ".join(found), flush=True)
+    grammars.close()
+    return ""
 
 
 @pytest.fixture
@@ -88,6 +145,13 @@ def test_answers_are_valid_and_take_a_step_a_token(offline: OfflineEngine, param
     check(texts)
     assert params.get("top_k") == 1 or sum(map(bool, texts[2::4])) >= COUNT // 8
     assert late > 0  # how many masks come in time depends on the machine
+
+
+def test_two_tensor_ranks_sample_late(tmp_path: Path) -> None:
+    """On two GPUs, or on one; the vocabulary is cut at 320 of 640 ids."""
+    plan_conversion(open_checkpoint(str(save(random_model(layers=2), tmp_path / "hf")))).write(tmp_path / "w")
+    work = partial(late_on_ranks, tmp_path / "w", tmp_path / "meeting", tokenizer_folder())
+    assert on_ranks(2, work) == ["", ""]
 
 
 def test_rows_whose_masks_are_late_are_computed_again(

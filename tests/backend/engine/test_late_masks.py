@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.backend.engine.grammar_models import constrained_engine, sampled
+from tests.backend.engine.grammar_models import constrained_engine, random_model, sampled, tokenizer_folder
 from tests.backend.engine.loop_in_thread import LoopInThread, run_loop
+from tests.backend.engine.thread_ranks import on_ranks
+from tests.checkpoints import TINY_VOCAB, save
 from tests.waiting import wait_until
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.grammars.guidance import Guidance
@@ -22,6 +25,8 @@ from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import Cancel, SequenceRequest, Submit
 from tridecode.backend.wire.structured_output import StructuredOutput
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 
 PROMPTS = [[5, 6, 7], [9] * 30, [11, 12]]
 OUTPUTS = [
@@ -94,6 +99,19 @@ def late(offline: OfflineEngine, wanted: list[SequenceRequest]) -> list[list[int
         return [running.doors.tokens[number] for number in range(len(wanted))]
 
 
+def delay(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every third call for masks take longer."""
+    calls, advance = [0], Guidance.advance
+
+    def slow(self: Guidance, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            time.sleep(seconds)
+        return advance(self, *given)
+
+    monkeypatch.setattr(Guidance, "advance", slow)
+
+
 PARAMETERS = [
     {},
     {"max_tokens": 7},
@@ -112,15 +130,8 @@ def test_tokens_are_those_of_a_loop_that_waits(params: dict[str, Any]) -> None:
 def test_rows_whose_masks_are_late_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third call for masks takes 15 ms. Neighbours get their tokens meanwhile, and no token changes."""
     offline, wanted = constrained_engine(), requests()
-    expected, calls, advance = waiting(offline, wanted), [0], Guidance.advance
-
-    def slow(self: Guidance, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 3 == 0:
-            time.sleep(0.015)
-        return advance(self, *given)
-
-    monkeypatch.setattr(Guidance, "advance", slow)
+    expected = waiting(offline, wanted)
+    delay(monkeypatch, 0.015)
     assert late(offline, wanted) == expected
     assert offline.engine.__dict__.get("missed", 0) > 5
 
@@ -129,6 +140,24 @@ def test_preempted_rows_are_computed_again() -> None:
     large, small = constrained_engine(), constrained_engine(cache_bytes=20 * 8 * 2 * 32 * 4)
     wanted = [requests()[5] for _ in range(4)]
     assert late(small, wanted) == waiting(large, wanted)
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 0.015])
+def test_tensor_ranks_sample_late_as_rank_0_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float
+) -> None:
+    """The ranks share a vocabulary that two do not divide. slow_s: time of each third call for masks."""
+    model, folder = random_model(TINY_VOCAB + 51, layers=2), tokenizer_folder()
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
+    settings = {"max_sequences": 8, "max_sequence_tokens": 256, "tokenizer_dir": folder}
+    wanted = requests(repetition_penalty=1.2, return_log_probs=True)
+    expected, _ = on_ranks(tmp_path / "w", 1, 1, lambda offline: waiting(offline, wanted), **settings)
+    if slow_s:
+        delay(monkeypatch, slow_s)
+    found, engines = on_ranks(tmp_path / "w", 2, 1, lambda offline: late(offline, wanted), **settings)
+    assert found == expected
+    assert engines[0].__dict__.get("late", 0) > 20
+    assert slow_s == 0.0 or engines[0].__dict__.get("missed", 0) > 3
 
 
 def test_a_cancelled_request_leaves_the_others_alone() -> None:

@@ -22,7 +22,7 @@ from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.schedule.sequence import Stage
 from tridecode.backend.engine.step import plan_frame
-from tridecode.backend.engine.step.plan import SlotStart, StepPart, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import LateSamples, SlotStart, StepPart, StepPlan, StepResult
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -122,9 +122,12 @@ def test_every_field_of_every_plan_arrives():
     assert any(part.samples for part in logits)
     assert {one.targets is None for part in logits for one in part.rows} == {True, False}
     for plan in plans:
+        if plan.num_decodes > 1:
+            plan.late = [0, plan.num_decodes - 1]
         arrived = plan_frame.decode(plan_frame.encode(plan))
         assert_equal(arrived, plan)
         assert arrived.sequences == []
+    assert any(plan.late for plan in plans)
     assert {field.name for field in dataclasses.fields(SlotStart)} == set(plan_frame._Start.__struct_fields__)
 
 
@@ -262,6 +265,28 @@ def test_more_samples_than_a_row_has_tokens_are_refused(plan, count):
     samples[0] = count
     with pytest.raises(TridecodeError, match="samples are not within the tokens"):
         plan_frame.decode(changed(plan, samples=samples.tobytes()))
+
+
+@pytest.mark.parametrize("rows", [[], [0], [1, 3, 7]])
+def test_late_samples_arrive(rows):
+    masks = np.random.default_rng(1).integers(-(2**31), 2**31, (len(rows), 20)).astype(np.int32)
+    late = LateSamples(7, rows, masks if rows else np.zeros((0, 0), np.int32))
+    assert_equal(plan_frame.decode(plan_frame.encode_late(late)), late)
+
+
+@pytest.mark.parametrize("rows", [[2, 1], [1, 1]])
+def test_late_samples_with_wrong_rows_are_refused(rows):
+    frame = plan_frame.encode_late(LateSamples(7, rows, np.zeros((2, 3), np.int32)))
+    with pytest.raises(TridecodeError, match="late samples of plan 7 from rank 0 have a row twice, or rows"):
+        plan_frame.decode(frame)
+
+
+@pytest.mark.parametrize("late", [[99], [1, 0], [0, 0]])
+def test_late_rows_that_do_not_decode_are_refused(late):
+    plan = next(plan for plan in plans_of_a_run() if plan.num_decodes > 1)
+    plan.late = late
+    with pytest.raises(TridecodeError, match="wanted ascending decode rows and no queries"):
+        plan_frame.decode(plan_frame.encode(plan))
 
 
 def test_a_damaged_frame_is_an_error_and_nothing_else(plan):

@@ -21,10 +21,10 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 CORE = {
     *("step", "token_ids", "positions", "kv_slots", "block_tables", "context_lens", "query_starts"),
-    *("slots", "samples", "num_decodes", "queries", "starts"),
+    *("slots", "samples", "num_decodes", "queries", "starts", "late"),
 }
 #: fields of a plan that stay on rank 0
-OF_RANK_0 = {"sequences", "late", "missed"}
+OF_RANK_0 = {"sequences", "missed"}
 #: words of the features that are parts
 FEATURES = (
     "adapter",

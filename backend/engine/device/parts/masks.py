@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tridecode.backend.engine.device.parts.part_run import PartRun
@@ -15,4 +16,5 @@ class MasksRun(PartRun[Masks]):
         if not state.is_last_stage:
             return
         slots = on_device(torch.from_numpy(self.part.slots.astype("int64")), state.device)
-        state.sampling.masks[slots] = on_device(torch.from_numpy(self.part.masks), state.device)
+        masks = np.require(self.part.masks, requirements="W")  # those of a frame are read-only
+        state.sampling.masks[slots] = on_device(torch.from_numpy(masks), state.device)
