@@ -134,7 +134,7 @@ class StepPlan:
 
 @dataclass
 class LateSamples:
-    """What samples rows of a plan that is launched: rank 0 sends it to the others after the plan.
+    """The masks with which late rows of a launched plan are sampled. Rank 0 sends them after the plan.
 
     step: of the plan. rows: some of plan.late, in ascending order. masks: (n, W) int32, of these rows, as in
     SamplingState.masks.

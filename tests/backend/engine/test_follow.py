@@ -144,7 +144,7 @@ def test_on_a_cpu_each_step_ends_before_the_next() -> None:
 
 
 def test_late_rows_are_sampled_once_rank_0_has_sent_their_masks() -> None:
-    """That is after the step before has ended, which the follower therefore must not wait to end after it."""
+    """Rank 0 sends the masks after the step before has ended, so the follower must end that step first."""
     engine = Engine(is_asynchronous=True)
     thread, _, errors = started(engine)
     first, second = numbered(1), numbered(2)

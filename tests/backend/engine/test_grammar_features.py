@@ -45,7 +45,7 @@ PROMPTS = [[5, 6, 7], [9] * 20, [31, 12], [100, 42, 17, 8]]
 
 @functools.cache
 def texts() -> dict[int, str]:
-    """Return the text of each token of which an answer to PATTERN may consist."""
+    """Return the text of each token that an answer to PATTERN may have."""
     found = {token: TOKENIZER.decode([token]) for token in range(3, len(TOKENIZER))}
     return {token: text for token, text in found.items() if re.fullmatch("[a-f0-9]+", text)}
 

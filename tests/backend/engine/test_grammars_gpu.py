@@ -148,7 +148,7 @@ def test_answers_are_valid_and_take_a_step_a_token(offline: OfflineEngine, param
 
 
 def test_two_tensor_ranks_sample_late(tmp_path: Path) -> None:
-    """On two GPUs, or on one; the vocabulary is cut at 320 of 640 ids."""
+    """The ranks have two GPUs, or share one; the vocabulary is cut at 320 of 640 ids."""
     plan_conversion(open_checkpoint(str(save(random_model(layers=2), tmp_path / "hf")))).write(tmp_path / "w")
     work = partial(late_on_ranks, tmp_path / "w", tmp_path / "meeting", tokenizer_folder())
     assert on_ranks(2, work) == ["", ""]
