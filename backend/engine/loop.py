@@ -250,13 +250,15 @@ def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
         plan = _next_plan(plans, pending)
         if isinstance(plan, End):
             break
+        if isinstance(plan, LateSamples):
+            raise TridecodeError(f"late samples of plan {plan.step} from rank 0 belong to no late row")
         launched = None
-        if isinstance(plan, StepPlan):
+        if plan is not None:
             status.busy_since = status.busy_since or time.monotonic()
             launched = engine.launch(plan)
         if pending is not None:
             _finish(pending, status, launched is not None)
-        if launched is not None and plan.late:
+        if launched is not None and plan is not None and plan.late:
             late = plans.take()  # follows when rank 0 has committed the step that has just ended
             if isinstance(late, End):
                 break

@@ -21,7 +21,7 @@ from tridecode.backend.engine.ranks.agreement import Meeting, OnWait, PeerLost, 
 from tridecode.backend.engine.ranks.exchange import exchange
 from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, gpu_name, shares_a_gpu
 from tridecode.backend.engine.step import plan_frame, plan_wire
-from tridecode.backend.engine.step.plan import LateSamples, PlanMessage
+from tridecode.backend.engine.step.plan import PlanMessage
 from tridecode.backend.engine.step.results import Outbox
 from tridecode.backend.models.context import RowSums
 
@@ -294,10 +294,7 @@ class ProcessRanks:
 
     @exchange("the broadcast of a plan")
     def _send_plan(self, plan: PlanMessage | None) -> None:
-        frame = b""
-        if plan is not None:
-            is_late = isinstance(plan, LateSamples)
-            frame = seal(plan_frame.encode_late(plan) if is_late else plan_frame.encode(plan))
+        frame = b"" if plan is None else seal(plan_frame.encode(plan))
         for message in plan_wire.messages(frame):
             dist.broadcast(torch.from_numpy(message), 0)
 

@@ -63,16 +63,19 @@ class _LateFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 _decoder = msgspec.msgpack.Decoder(_Frame | _LateFrame)
 
 
-def encode_late(late: LateSamples) -> bytes:
-    """Encode what samples the late rows of a plan. Raises TridecodeError beyond MAX_BYTES."""
+def _encode_late(late: LateSamples) -> bytes:
     words = late.masks.shape[1] if late.rows else 0
     frame = msgspec.msgpack.encode(_LateFrame(late.step, late.rows, words, ints(late.masks)))
     check_size(len(frame))
     return frame
 
 
-def encode(plan: StepPlan) -> bytes:
-    """Encode the plan without what stays on rank 0. Raises TridecodeError beyond MAX_BYTES."""
+def encode(plan: PlanMessage) -> bytes:
+    """Encode the plan without what stays on rank 0, or late samples. Raises TridecodeError beyond
+    MAX_BYTES.
+    """
+    if isinstance(plan, LateSamples):
+        return _encode_late(plan)
     starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p, s.masked) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(

@@ -271,12 +271,12 @@ def test_more_samples_than_a_row_has_tokens_are_refused(plan, count):
 def test_late_samples_arrive(rows):
     masks = np.random.default_rng(1).integers(-(2**31), 2**31, (len(rows), 20)).astype(np.int32)
     late = LateSamples(7, rows, masks if rows else np.zeros((0, 0), np.int32))
-    assert_equal(plan_frame.decode(plan_frame.encode_late(late)), late)
+    assert_equal(plan_frame.decode(plan_frame.encode(late)), late)
 
 
 @pytest.mark.parametrize("rows", [[2, 1], [1, 1]])
 def test_late_samples_with_wrong_rows_are_refused(rows):
-    frame = plan_frame.encode_late(LateSamples(7, rows, np.zeros((2, 3), np.int32)))
+    frame = plan_frame.encode(LateSamples(7, rows, np.zeros((2, 3), np.int32)))
     with pytest.raises(TridecodeError, match="late samples of plan 7 from rank 0 have a row twice, or rows"):
         plan_frame.decode(frame)
 
