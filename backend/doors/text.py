@@ -206,12 +206,26 @@ class TensorAnswer(Answer):
 
     def _tensors(self, pieces: dict[int, Piece]) -> list:
         rows = list(pieces.values())
-        columns: dict[str, list[Any]] = {
+        counts = {
             "num_input_tokens": [piece.num_prompt_tokens for piece in rows],
             "num_output_tokens": [piece.num_tokens for piece in rows],
             "batch_index": [self._rows[row].place[0] for row in pieces],
             "sequence_index": [self._rows[row].place[1] for row in pieces],
         }
+        # text_output is first: LiteLLM reads the first output, whatever its name
+        tensors = self._outputs.tensors({"text_output": [piece.text.encode("utf-8") for piece in rows]})
+        tensors += self._outputs.repeated(
+            {name: self._shaped(column) for name, column in counts.items() if name not in self._unwanted}
+        )
+        rare = self._rare_columns(rows)
+        return tensors + self._outputs.tensors(rare) if rare else tensors
+
+    def _shaped(self, column: list[int]) -> tuple:
+        return tuple((value,) for value in column) if self._batched else tuple(column)
+
+    def _rare_columns(self, rows: list[Piece]) -> dict[str, Any]:
+        """Return the outputs that most responses do not have."""
+        columns: dict[str, list[Any]] = {}
         if "output_log_probs" not in self._unwanted:
             longest = max(len(piece.log_probs) for piece in rows)
             columns["cum_log_probs"] = [piece.cum_log_prob for piece in rows]
@@ -220,15 +234,15 @@ class TensorAnswer(Answer):
         if all(piece.finish_reason for piece in rows):
             columns["finish_reason"] = [piece.finish_reason.encode() for piece in rows]
             columns.update(metrics(extras) if any(extras) else {})
-        # text_output is first: LiteLLM reads the first output, whatever its name
-        arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
-        for name, column in columns.items():
-            if name not in self._unwanted:
-                arrays[name] = [[value] for value in column] if self._batched else column
+        arrays: dict[str, Any] = {
+            name: [[value] for value in column] if self._batched else column
+            for name, column in columns.items()
+            if name not in self._unwanted
+        }
         if any(extras):
             for name, array in piece_logits(self._logits, extras, self._vocab_size).items():
                 arrays[name] = array if self._batched else array[0]
-        return self._outputs.tensors(arrays)
+        return arrays
 
 
 class _EmptyAnswer:

@@ -125,14 +125,14 @@ class Layout:
         for at, row in enumerate(table):
             for index, piece in enumerate(row):
                 ids[at, index, : len(piece.ids)] = piece.ids
-        arrays: dict[str, Any] = {
-            "output_ids": ids,
-            "sequence_length": [[len(piece.ids) for piece in row] for row in table],
-            "batch_index": [[row] for row in pieces],
-            "sequence_index": [[first]] * len(rows),
-            "num_input_tokens": [[row[0].num_prompt_tokens] for row in rows],
-            "num_output_tokens": [[sum(piece.num_tokens for piece in row)] for row in rows],
+        counts = {
+            "sequence_length": tuple(tuple(len(piece.ids) for piece in row) for row in table),
+            "batch_index": tuple((row,) for row in pieces),
+            "sequence_index": ((first,),) * len(rows),
+            "num_input_tokens": tuple((row[0].num_prompt_tokens,) for row in rows),
+            "num_output_tokens": tuple((sum(piece.num_tokens for piece in row),) for row in rows),
         }
+        arrays: dict[str, Any] = {}
         if "output_log_probs" not in self.unwanted:
             longest = max(len(piece.log_probs) for piece in flat)
             arrays["cum_log_probs"] = [[piece.cum_log_prob for piece in row] for row in table]
@@ -142,7 +142,11 @@ class Layout:
         if all(piece.finish_reason for row in rows for piece in row):
             arrays["finish_reason"] = [[row[0].finish_reason.encode()] for row in rows]
         arrays.update(self._event_extras(table))
-        return self.outputs.tensors({k: v for k, v in arrays.items() if k not in self.unwanted})
+        return [
+            *self.outputs.tensors({"output_ids": ids}),
+            *self.outputs.repeated({k: v for k, v in counts.items() if k not in self.unwanted}),
+            *self.outputs.tensors({k: v for k, v in arrays.items() if k not in self.unwanted}),
+        ]
 
     def _event_extras(self, table: list[list[_Piece]]) -> dict[str, Any]:
         """Logits, [rows, L, V] and [rows, K, n, V], and metrics, [rows, 1]."""

@@ -454,6 +454,25 @@ def test_a_client_that_falls_behind_gets_merged_pieces(door):
     assert sum(s.outputs["num_output_tokens"].item() for s in sent) == len(ids_of(ANSWER)) + 1
 
 
+def test_a_streamed_response_needs_one_new_tensor(repository, monkeypatch):
+    made = []
+
+    class _Counted(fake_triton.Tensor):
+        def __init__(self, name, array):
+            if name in OUTPUTS:
+                made.append(name)
+            super().__init__(name, array)
+
+    with serving(repository, says=ids_of(" x" * 80), step_s=0.002) as slow:
+        monkeypatch.setattr(fake_triton, "Tensor", _Counted)
+        sent = ask(slow, tensors("Hello", 100, stream=True))
+    assert len(sent) > 5 and all({"text_output", "num_output_tokens"} < set(one.outputs) for one in sent)
+    assert sum(int(one.outputs["num_output_tokens"][0, 0]) for one in sent) == 100
+    assert made.count("text_output") == len(sent)
+    counts = {int(one.outputs["num_output_tokens"][0, 0]) for one in sent}
+    assert len(made) == len(sent) + len(counts) + 4  # num_input_tokens, both indices, finish_reason
+
+
 def test_several_streamed_texts_are_told_apart_by_batch_index(door):
     sent = ask(door, tensors(["Hello", "fox"], stream=True))
     for row in (0, 1):
