@@ -109,13 +109,15 @@ def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | No
             f"{cost['step_percent']:+.1f} %",
             alone["first_token_ms"],
             served["first_token_ms"],
+            "{} / {} / {}".format(*served["responses_per_stream"]),
         )
         for alone, served, cost in zip(
             result["engine"]["batches"], result["server"]["batches"], result["overhead"]
         )
     ]
     sides = [f"{side} {figure}" for figure in ("ms/step", "first ms") for side in ("engine", "server")]
-    columns = ["streams", *sides[:2], "overhead", *sides[2:]]
+    responses = f"responses of {job.output_tokens} tokens"
+    columns = ["streams", *sides[:2], "overhead", *sides[2:], responses]
     Console().print(table(_title("overhead of the server", job), columns, rows))
     engines = {name: result[name]["batches"] for name in ("engine", "server")}
     name, title = f"server-{_model(job)}", _title("engine alone and behind Triton", job)

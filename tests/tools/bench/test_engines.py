@@ -215,3 +215,5 @@ def test_a_server_is_measured_beside_the_engine_alone() -> None:
         result = compare_with_engine(job, tokens_in=tokens_in)
         assert result["engine"]["batches"][0]["batch"] == result["server"]["batches"][0]["batch"] == 2
         assert result["overhead"][0]["batch"] == 2
+        least, median, most = result["server"]["batches"][0]["responses_per_stream"]
+        assert 1 <= least <= median <= most <= 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
 from tridecode.tools.bench.load.prompts import find_tokenizer, text_prompts
 from tridecode.tools.bench.load.worker import LoadSpec, Prompt
-from tridecode.tools.bench.measure import Generate, Job, Say, measure, one_length, silent
+from tridecode.tools.bench.measure import Job, Say, measure, one_length, silent
 from tridecode.tools.bench.shapes.random_repo import write_random_repository
 from tridecode.tools.client.generate import find_text_model
 from tridecode.tools.serve.server_process import running_server
@@ -41,8 +42,10 @@ def bench_server(
         model = read_model_config(weight_directory(directory))
         say("starting tritonserver")
         with running_server(directory, _READY_S, door_python=door_python) as server:
-            generate = _generator(server.grpc_url, find_tokenizer(directory), tokens_in)
-            found = measure(generate, job, model.vocab_size, say)
+            streams = _Streams(server.grpc_url, find_tokenizer(directory), tokens_in)
+            found = measure(streams.generate, job, model.vocab_size, say)
+    if "batches" in found:
+        found["batches"] = [_with_responses(row, streams, job.output_tokens) for row in found["batches"]]
     return {
         "engine": f"tridecode behind Triton, {'token ids' if tokens_in else 'text'}",
         "model": model.model_name,
@@ -74,23 +77,32 @@ def _repository(job: Job) -> Iterator[Path]:
         yield write_random_repository(Path(folder, "repository"), model, engine_settings(job, model))
 
 
-def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
-    name = TOKEN_MODEL if tokens_in else find_text_model(url).name
-    seeds = iter(range(1_000_000))
+class _Streams:
+    """Generate through the server: one stream for each prompt.
 
-    def generate(prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+    responses: how many responses with tokens each stream had, by (streams, tokens), of all runs.
+    """
+
+    def __init__(self, url: str, tokenizer: Tokenizer, tokens_in: bool):
+        self._url, self._tokenizer, self._tokens_in = url, tokenizer, tokens_in
+        self._model = TOKEN_MODEL if tokens_in else find_text_model(url).name
+        self._seeds = itertools.count()
+        self.responses: dict[tuple[int, int], list[int]] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
         length = one_length(output_tokens)
         inputs: list[Prompt] = [np.asarray(prompt, np.int32) for prompt in prompts]
-        if not tokens_in:
-            inputs = list(text_prompts(tokenizer, len(prompts), len(prompts[0]), next(seeds)))
+        if not self._tokens_in:
+            seed = next(self._seeds)
+            inputs = list(text_prompts(self._tokenizer, len(prompts), len(prompts[0]), seed))
         spec = LoadSpec(
-            url=url,
-            model=name,
+            url=self._url,
+            model=self._model,
             prompts=inputs,
             output_tokens=length,
             num_requests=len(prompts),
             concurrency=len(prompts),
-            tokens_in=tokens_in,
+            tokens_in=self._tokens_in,
             processes=choose_processes(len(prompts)),
         )
         records = run_load(spec)
@@ -101,9 +113,15 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
         if tokens != len(prompts) * length:
             wanted = len(prompts) * length
             raise TridecodeError(f"{len(prompts)} requests gave {tokens} tokens; wanted {wanted}")
+        counts = self.responses.setdefault((len(prompts), length), [])
+        counts += [len(record.responses) for record in records]
         return max(record.ended for record in records) - min(record.sent for record in records)
 
-    return generate
+
+def _with_responses(batch: dict[str, Any], streams: _Streams, output_tokens: int) -> dict[str, Any]:
+    """Add the least, the median and the largest number of responses of a stream."""
+    counts = sorted(streams.responses[batch["batch"], output_tokens])
+    return {**batch, "responses_per_stream": [counts[0], counts[len(counts) // 2], counts[-1]]}
 
 
 ENGINE = BenchEngine("behind Triton", ("beside",), bench_server, ours=True)
