@@ -305,8 +305,8 @@ class Outputs:
         """Return tensors that responses share: one is made at the first use of its value, and again only
         after many other values.
 
-        arrays: by name, nested tuples of numbers. Making a tensor takes 15 to 25 us, all with the
-        interpreter's lock held, and the server copies one that was sent before in less time.
+        arrays: by name, nested tuples of numbers. Making a tensor takes tens of microseconds with the
+        interpreter's lock held, and sending one again needs no new shared memory.
         """
         made, found = self._made, []
         for item in arrays.items():
