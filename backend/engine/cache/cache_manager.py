@@ -213,13 +213,22 @@ class CacheManager:
         """Index the full blocks of a prompt that the plan in the making writes. Where another sequence has
         computed the same tokens, its blocks take the place of this sequence's.
         """
-        first, indexed = self.prefixes.index_written(sequence, self.lengths.item(sequence.slot))
+        self._index(sequence, self.lengths.item(sequence.slot))
+
+    def _index(self, sequence: Sequence, length: int) -> None:
+        first, indexed = self.prefixes.index_written(sequence, length)
         own = sequence.blocks[first : first + len(indexed)]
         if indexed != own:
             self.index.share(indexed)
             self.index.release(own)
             sequence.blocks[first : first + len(indexed)] = indexed
             self.tables[sequence.slot, first : first + len(indexed)] = indexed
+
+    def index_answer(self, sequence: Sequence) -> None:
+        """Index the full blocks of a decoding sequence whose tokens are known, so that the host tier has them
+        when the sequence is preempted, or its engine killed.
+        """
+        self._index(sequence, self.prefixes.written(sequence, self.lengths.item(sequence.slot)))
 
     def ends_in_flight(self, sequence: Sequence) -> bool:
         """Return whether a full block of the sequence, which enters the index, has tokens whose ids are not

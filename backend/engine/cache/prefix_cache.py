@@ -87,9 +87,12 @@ class PrefixCache:
         """
         if sequence.group.chain is None:
             return None
-        if sequence.unsettled:  # `length` is an upper bound
-            length = min(length, sequence.num_known - 1)
+        length = self.written(sequence, length)
         return self._keys(sequence, 0, min(length, sequence.num_known) // self._size)
+
+    def written(self, sequence: Sequence, length: int) -> int:
+        """Return how many of a sequence's tokens planned steps write for certain. length: at most."""
+        return min(length, sequence.num_known - 1) if sequence.unsettled else length
 
     def index_written(self, sequence: Sequence, length: int) -> tuple[int, list[int]]:
         """Index the full blocks of a sequence whose first `length` tokens are in the cache once the planned
@@ -115,9 +118,7 @@ class PrefixCache:
         """Index the blocks of the first `length` tokens of a sequence that is about to release them."""
         if sequence.group.chain is None:
             return
-        if sequence.unsettled:  # `length` is an upper bound
-            length = min(length, sequence.num_known - 1)
-        self.index_written(sequence, length)
+        self.index_written(sequence, self.written(sequence, length))
         self._arrive(sequence, self._keys(sequence, sequence.num_indexed, len(sequence.group.chain.keys)))
 
     def forget(self, sequence: Sequence) -> None:
@@ -144,8 +145,13 @@ class PrefixCache:
         assert chain is not None
         keys = chain.keys
         if last > len(keys):
-            ids = sequence.known_tokens()[len(keys) * size : last * size].astype("<i4").tobytes()
-            keys = keys + self._index.hasher.chain(keys[-1] if keys else chain.root, ids, 4 * size)
+            more = sequence.answer_keys
+            known = len(keys) + len(more)
+            if last > known:
+                ids = sequence.tokens_of(known * size, last * size).astype("<i4").tobytes()
+                parent = [chain.root, *keys[-1:], *more[-1:]][-1]
+                more += self._index.hasher.chain(parent, ids, 4 * size)
+            keys = keys + more
         return masked(keys[first:last], sequence.mask)
 
 

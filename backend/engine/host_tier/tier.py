@@ -155,7 +155,7 @@ class HostTier:
     def admitted(self, sequence: Sequence, length: int) -> None:
         """Count the tokens that came from the tier, for an admitted sequence with `length` cached tokens."""
         self.tokens += min(sequence.fetched * self._block_tokens, length)
-        sequence.fetched = 0
+        sequence.fetched = sequence.fetches = 0
 
     def _find(self, keys: list[bytes]) -> list[int]:
         """Return the slots of the longest prefix of a chain."""

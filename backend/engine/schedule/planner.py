@@ -214,6 +214,9 @@ class Planner:
     def _make_room(self) -> None:
         """Give every decoding sequence a place for its next token; preempt sequences if no block is free."""
         growing = self.cache.take_sharing() + self._decode.growing()
+        if self.cache.tier is not None:
+            for sequence in growing:
+                self.cache.index_answer(sequence)
         if self.beams.running:
             growing += self.beams.ready()
         for sequence in growing:

@@ -101,9 +101,10 @@ class HostMachine(RequestMachine):
         if memory.filled:
             memory.damaged.add(data.draw(st.sampled_from(sorted(memory.filled))))
 
-    @rule()
-    def kill(self) -> None:
-        """The next engine finds what the last one has left, and gets the open requests again."""
+    @rule(resumes=st.booleans())
+    def kill(self, resumes: bool) -> None:
+        """The next engine finds what the last one has left, and gets the open requests again. resumes: those
+        of one sequence go on behind what they have sent."""
         self.check_ends()
         ended = self.run
         again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
@@ -112,6 +113,14 @@ class HostMachine(RequestMachine):
         wanted, self.wanted = self.wanted, {}
         for number in again:
             prompt, params = wanted[number]
+            output = ended.tokens[number, 0]
+            if resumes and params.num_slots == 1 and len(output) < params.max_tokens:
+                ids = SequenceRequest(np.array(prompt, np.int32).tobytes(), params)
+                sent = [Sent(np.array(output, "<i4").tobytes())]
+                self.run.scheduler.submit(DOOR, Submit(number, [ids], sent=sent))
+                self.run.tokens[number, 0] = list(output)
+                self.wanted[number] = prompt, params
+                continue
             self.run.submit(
                 number, prompt, **{name: getattr(params, name) for name in params.__struct_fields__}
             )
@@ -401,23 +410,49 @@ def test_a_round_of_a_conversation_gets_its_blocks_back() -> None:
     assert computed(run) - before == len(history) + 2 - 24, "all full blocks come back"
 
 
-def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back() -> None:
-    """Its prompt, and what it had generated before it was preempted."""
-    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100))
-    run.submit(1, LONG, max_tokens=14)
-    while len(run.tokens[1, 0]) < 9:
+@pytest.mark.parametrize("overlap", [False, True, "stages"])
+def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back(overlap: bool | str) -> None:
+    """Its prompt and what it had generated: blocks of answers go to the tier as they become full."""
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100), overlap)
+    run.submit(1, LONG, max_tokens=16)
+    run.submit(2, [9] * 3, max_tokens=20)  # steps with rows, as under load
+    while len(run.tokens[1, 0]) < 14:
         run.step()
-    (sequence,) = run.open()
-    run.scheduler.planner.preempt(sequence)
-    (eighth,) = run.scheduler.cache.prefixes._keys(sequence, 7, 8)
-    while not run.tier.slots.is_indexed(eighth):
-        assert not run.ends[1, 0], "it ended before its blocks were in the tier"
-        run.step()
+    assert not run.ends[1, 0] and run.scheduler.counters.preemptions == 0
     before = list(run.tokens[1, 0])
     sent = [Sent(np.array(before, "<i4").tobytes())]
-    after = HostRun(limits(num_blocks=16, max_step_tokens=16), run.memory)
-    ids = SequenceRequest(np.array(LONG, np.int32).tobytes(), SamplingParams(max_tokens=14))
+    after = HostRun(limits(num_blocks=16, max_step_tokens=16), run.memory, overlap)
+    ids = SequenceRequest(np.array(LONG, np.int32).tobytes(), SamplingParams(max_tokens=16))
     after.scheduler.submit(DOOR, Submit(1, [ids], sent=sent))
     after.finish()
-    assert [*before, *after.tokens[1, 0]] == expected(LONG, 14)
-    assert after.tier.tokens == 32, "eight full blocks of 24 tokens of prompt and the first of the answer"
+    assert [*before, *after.tokens[1, 0]] == expected(LONG, 16)
+    assert after.tier.tokens >= 32, "the prompt and at least two of the three full blocks behind it"
+
+
+def test_preempted_sequences_compute_little_again() -> None:
+    """At most a block each, on average: the others were in the tier before they were preempted."""
+    run = HostRun(limits(num_blocks=24, max_step_tokens=16), HostMemory(200), overlap=True)
+    for number in range(4):
+        run.submit(number, [number] * 8, max_tokens=28)
+    run.finish()
+    for number in range(4):
+        assert run.tokens[number, 0] == expected([number] * 8, 28)
+    preempted = run.scheduler.counters.preemptions
+    assert preempted > 0 and computed(run) <= 4 * 8 + 4 * preempted
+
+
+def test_a_sequence_may_be_preempted_any_number_of_times() -> None:
+    """The limit on waiting for the tier counts from its last admission."""
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100))
+    run.submit(1, LONG, max_tokens=14)
+    for number in range(5):
+        while len(run.tokens[1, 0]) < 2 * number + 1:
+            run.step()
+        (sequence,) = run.open()
+        run.scheduler.planner.preempt(sequence)
+        index = run.scheduler.cache.index
+        while run.tier._queued:
+            run.tier.commit(part, run.device._copies(part)) if (part := run.tier.take(0, True)) else None
+        index.evict(index.num_cached)
+    run.finish()
+    assert run.tokens[1, 0] == expected(LONG, 14) and computed(run) <= len(LONG) + 5 * 5
