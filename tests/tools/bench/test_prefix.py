@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.backend.engine.toy_device import limits
 from tests.checkpoints import save, tiny_gpt2
 from tests.tools.bench.pictures import ink
+from tridecode.tools.bench.measure import Job
+from tridecode.tools.bench.prefix.figures import Played, PlayedStep
 from tridecode.tools.bench.prefix.index_bench import measure_index
+from tridecode.tools.bench.prefix.prediction import cost_of, predicted_rate
 from tridecode.tools.bench.prefix.server_player import ServerPlayer
-from tridecode.tools.bench.prefix.traffic import LOADS, make_traffic
+from tridecode.tools.bench.prefix.traffic import LOADS, Conversation, Traffic, Turn, make_traffic
+from tridecode.tools.bench.studies.step_model import LLAMA, StepCost
 from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.cli import app
 from tridecode.tools.serve.server_process import running_server
@@ -77,6 +82,42 @@ def test_a_server_without_its_metrics_is_refused() -> None:
 
 def test_an_indexed_block_takes_at_most_256_bytes() -> None:
     assert measure_index(tokens=1024, blocks=20_000)["bytes_per_block"] <= 256
+
+
+def test_a_prediction_is_the_sum_of_its_steps() -> None:
+    """One prompt of 1,000 tokens, twice: computed, then found except for its last 8 tokens."""
+    cost = StepCost(weights=3.0, token=0.02, cached_token=1e-3, step=0.5, prompt_step=0.25)
+    sizes = limits(num_blocks=400, block_tokens=8, max_sequence_tokens=1100, max_step_tokens=2000)
+    turn = Turn(np.arange(1000, dtype=np.int32) % 50, 2)
+    rates = {
+        use: predicted_rate(Traffic([Conversation([turn, turn], cycle=1)], 1002), sizes, cost, use)
+        for use in ("on", "off")
+    }
+    prompt, hit, decode = 0.75 + 20.0, 0.75 + 3.0, 0.5 + 3.0 + 1.001
+    assert rates["off"] == pytest.approx(4000 / (2 * prompt + 2 * decode))
+    assert rates["on"] == pytest.approx(4000 / (prompt + hit + 2 * decode))
+
+
+def test_costs_of_steps_are_known_for_whole_weights_only() -> None:
+    assert cost_of(Job(preset="llama-3-8b")) is LLAMA
+    assert cost_of(Job(preset="llama-3-8b", quantization="int8")) is None
+    assert cost_of(Job(preset="llama-3-8b", tensor_para_size=2)) is None
+    assert cost_of(Job(preset="toy")) is None
+
+
+def test_steps_with_copies_are_compared_with_those_without() -> None:
+    """Steps of 4 decoding rows take 5 ms, 6 with copies in and 7 with copies out; others do not count."""
+    played, now = Played(seconds=1.0), 0.0
+    for decodes, prompts, ins, outs, ms in (
+        *[(4, 0, 0, 0, 5)] * 4, (4, 0, 2, 0, 6), (4, 0, 0, 0, 6), *[(4, 0, 0, 0, 5)] * 2, (5, 0, 0, 0, 50),
+        (4, 0, 0, 0, 50), (4, 9, 0, 0, 80), (4, 0, 0, 0, 50), (4, 0, 0, 1, 7), (4, 0, 0, 0, 7),
+        (4, 0, 0, 1, 7), (4, 0, 1, 0, 50),
+    ):  # fmt: skip
+        now += ms / 1000
+        played.steps.append(PlayedStep(now, decodes, prompts, ins, outs))
+    found = played.figures()
+    assert (found["decodes"], found["plain_steps"], found["ins_steps"], found["outs_steps"]) == (4, 5, 2, 3)
+    assert (found["plain_ms"], found["ins_ms"], found["outs_ms"]) == pytest.approx((5, 6, 7))
 
 
 @pytest.mark.server

@@ -27,13 +27,13 @@ def prefix(
         str,
         typer.Option(
             help="conversations; prefixes: groups of 16 with a beginning each; long: one prompt again and "
-            "again; swap: four in turn; mix: chats without hits."
+            "again; swap: four in turn; beside: the same while conversations decode; mix: chats without hits."
         ),
     ] = "conversations",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 8,
     common: Annotated[
-        int, typer.Option(help="Tokens that prompts begin with; of `long` and `swap`: all.")
+        int, typer.Option(help="Tokens that prompts begin with; of `long`, `swap`, `beside`: all.")
     ] = 2000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs with the cache and without it, in turns.")] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 64,

@@ -5,15 +5,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class PlayedStep(NamedTuple):
+    """A step that ended at `time` (seconds). ins, outs: blocks that its plan copied from the host tier and to
+    it.
+    """
+
+    time: float
+    decodes: int
+    prompt_tokens: int
+    ins: int
+    outs: int
 
 
 @dataclass
 class Played:
     """One run. first_ms: of each request, whether its prompt had cached tokens and the time to its first
     token, milliseconds. computed, cached, host: prompt tokens; cached ones include those of the host tier.
+    steps: in their order; none of a server.
     """
 
     seconds: float = 0.0
@@ -22,6 +35,7 @@ class Played:
     cached: int = 0
     host: int = 0
     first_ms: list[tuple[bool, float]] = field(default_factory=list)
+    steps: list[PlayedStep] = field(default_factory=list)
 
     def times(self, hit: bool) -> list[float]:
         return [ms for was_hit, ms in self.first_ms if was_hit == hit]
@@ -35,7 +49,33 @@ class Played:
             "host": self.host,
             **_percentiles("hit", "hits", self.times(True)),
             **_percentiles("miss", "misses", self.times(False)),
+            **self._meanwhile(),
         }
+
+    def _meanwhile(self) -> dict[str, Any]:
+        """Return what decoding steps take while blocks are copied from the host tier and to it.
+
+        Of steps that only decode the usual number of rows, behind another one: median and mean milliseconds
+        without copies in this plan and the one before, and with them.
+        """
+        steps = [step for step in self.steps if not step.prompt_tokens]
+        if not steps:
+            return {}
+        usual = statistics.mode(step.decodes for step in steps)
+        kinds: dict[str, list[float]] = {"plain": [], "ins": [], "outs": []}
+        for before, step in zip(self.steps, self.steps[1:]):
+            if before.prompt_tokens or step.prompt_tokens or {before.decodes, step.decodes} != {usual}:
+                continue
+            ins, outs = before.ins + step.ins, before.outs + step.outs
+            if not (ins and outs):
+                kind = "ins" if ins else "outs" if outs else "plain"
+                kinds[kind].append(1000 * (step.time - before.time))
+        found: dict[str, Any] = {"decodes": usual}
+        for kind, values in kinds.items():
+            found[f"{kind}_steps"] = len(values)
+            found[f"{kind}_ms"] = round(statistics.median(values), 3) if values else None
+            found[f"{kind}_mean_ms"] = round(statistics.mean(values), 3) if values else None
+        return found
 
 
 def _percentiles(name: str, plural: str, values: Sequence[float]) -> dict[str, Any]:

@@ -11,12 +11,15 @@ import numpy as np
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
 from tridecode.backend.engine.cache.prompt_keys import HashedSubmit, PromptHasher
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.door_socket import DoorSocket
 from tridecode.backend.engine.loop import DecodeLoop
+from tridecode.backend.engine.parts.host_copies import HostCopies
 from tridecode.backend.engine.scheduler_factory import make_scheduler
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire import messages as m
-from tridecode.tools.bench.prefix.figures import Played
+from tridecode.tools.bench.prefix.figures import Played, PlayedStep
 from tridecode.tools.bench.prefix.traffic import Traffic
 
 _DOOR = b"bench"
@@ -80,13 +83,27 @@ class _ConversationDoors:
                     self._submit(number)
 
 
+class _RecordedLoop(DecodeLoop):
+    """The serving loop, which also records its steps."""
+
+    played: Played
+
+    def _commit(self, plan: StepPlan, pending: Pending) -> None:
+        super()._commit(plan, pending)
+        copies = plan.part(HostCopies) or HostCopies()
+        decoded = int(plan.query_starts[plan.num_decodes])
+        prompts = plan.num_tokens - decoded
+        step = PlayedStep(time.perf_counter(), plan.num_decodes, prompts, len(copies.ins), len(copies.outs))
+        self.played.steps.append(step)
+
+
 class Player:
     """Plays loads through one engine, whose prefix cache is on."""
 
     def __init__(self, engine: Engine):
         self.engine, self.scheduler = engine, make_scheduler(engine)
+        engine.pin_host_memory()
         if engine.state.host is not None:
-            engine.state.host.pinning.start()
             engine.state.host.pinning.join()
 
     def play(self, traffic: Traffic, use: str, salt: str) -> Played:
@@ -94,8 +111,8 @@ class Player:
         scheduler = self.scheduler
         end_id = self.engine.model_config.end_id
         doors = _ConversationDoors(traffic, scheduler.prompt_hasher, end_id, use, salt)
-        loop = DecodeLoop(self.engine, scheduler, cast(DoorSocket, doors), RankStatus())
-        doors.loop = loop
+        loop = _RecordedLoop(self.engine, scheduler, cast(DoorSocket, doors), RankStatus())
+        doors.loop, loop.played = loop, doors.played
         computed, cached = scheduler.counters.computed_prompt_tokens, scheduler.cache.cached_tokens
         host = 0 if scheduler.cache.tier is None else scheduler.cache.tier.tokens
         doors.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,11 +10,14 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.scheduler_factory import limits_of
 from tridecode.tools.bench.engines.ours import described, open_engine
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.prefix.figures import Played, compared
 from tridecode.tools.bench.prefix.index_bench import measure_index
 from tridecode.tools.bench.prefix.player import Player
+from tridecode.tools.bench.prefix.prediction import cost_of, predicted_rate
 from tridecode.tools.bench.prefix.traffic import Traffic, make_traffic
 from tridecode.tools.bench.reports.plots import plot_prefix
 from tridecode.tools.bench.reports.report import table, write_report
@@ -65,8 +69,9 @@ def run_prefix(plan: PrefixPlan, job: Job, output: Path) -> None:
     else:
         with spinner("loading") as say, open_engine(job) as engine:
             block_tokens, vocab_size = engine.config.block_tokens, engine.model_config.vocab_size
+            predicted = _predict(plan, job, limits_of(engine))
             found = _alternate(Player(engine), plan, vocab_size, say, block_tokens)
-            found = {**described(engine, job), **found}
+            found = {**described(engine, job), **found, **_over(predicted, found)}
         name = job.preset or Path(job.directory).resolve().name
     found["index"] = measure_index()
     _show(plan, found)
@@ -100,6 +105,31 @@ def _alternate(
     return {**compared(played["on"], played["off"], least), "played": played}
 
 
+def _predict(plan: PrefixPlan, job: Job, limits: SchedulerLimits) -> dict[str, float]:
+    """Return and print the predicted tokens per second with the cache and without it; {} if the costs of the
+    job's steps are not known.
+    """
+    cost = cost_of(job)
+    if cost is None:
+        return {}
+    vocab_size = limits.vocab_size
+    found = {
+        use: round(predicted_rate(traffic_of(plan, vocab_size, plan.seed), limits, cost, use), 1)
+        for use in ("on", "off")
+    }
+    Console().print(f"predicted tokens/s: {found['on']:,} on, {found['off']:,} off", highlight=False)
+    return found
+
+
+def _over(predicted: dict[str, float], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of a prediction: measured over predicted tokens per second, medians of the runs."""
+    if not predicted:
+        return {}
+    medians = {use: statistics.median(run["tokens_per_s"] for run in found[use]) for use in predicted}
+    over = {use: round(medians[use] / rate, 4) for use, rate in predicted.items()}
+    return {"predicted_tokens_per_s": predicted, "tokens_per_s_over_predicted": over}
+
+
 def _show(plan: PrefixPlan, found: dict[str, Any]) -> None:
     console = Console()
     rows = [[use, *(run[key] for key in _COLUMNS)] for use in ("on", "off") for run in found[use]]
@@ -113,6 +143,24 @@ def _show(plan: PrefixPlan, found: dict[str, Any]) -> None:
         f"found in {index['find_us']} us; {index['bytes_per_block']} bytes a block",
         highlight=False,
     )
+    if "predicted_tokens_per_s" in found:
+        console.print(
+            f"tokens/s over predicted: {found['tokens_per_s_over_predicted']}; "
+            f"predicted: {found['predicted_tokens_per_s']}",
+            highlight=False,
+        )
+    for run in found["on"]:
+        if run.get("ins_steps"):
+            kinds = (
+                ("plain", "without copies"),
+                ("ins", "with copies from the host tier"),
+                ("outs", "to it"),
+            )
+            texts = [f"{run[f'{kind}_ms']} ({run[f'{kind}_mean_ms']}) {text}" for kind, text in kinds]
+            console.print(
+                f"steps of {run['decodes']} decoding rows, median (mean) ms: {', '.join(texts)}",
+                highlight=False,
+            )
 
 
 def check_plan(plan: PrefixPlan) -> None:

@@ -20,7 +20,10 @@ _LONG_TURNS, _LONG_ANSWER = 6, 2
 #: prompts that take turns in `swap`: with a cache that holds fewer, each comes from the host tier
 _SWAPPED = 4
 
-LOADS = ("conversations", "prefixes", "long", "swap", "mix")
+#: tokens of the prompt and of the answer of each stream that decodes while prompts of `beside` take turns
+_BESIDE_PROMPT, _BESIDE_ANSWER = 100, 600
+
+LOADS = ("conversations", "prefixes", "long", "swap", "beside", "mix")
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ class Traffic:
 def make_traffic(
     load: str, vocab_size: int, conversations: int, rounds: int, common: int, seed: int
 ) -> Traffic:
-    """Return a load of LOADS, determined by the seed. common: tokens that all first prompts share; for `long`
-    and `swap` the tokens of a prompt and its answer. Raises ConfigError for an unknown load.
+    """Return a load of LOADS, determined by the seed. common: tokens that all first prompts share; for
+    `long`, `swap` and `beside` the tokens of a long prompt and its answer. Raises ConfigError for an unknown
+    load.
     """
     random = np.random.default_rng(seed)
 
@@ -101,10 +105,12 @@ def make_traffic(
         prompts, outputs = mix_requests(vocab_size, conversations, seed)
         single = [Turn(np.asarray(p, np.int32), n) for p, n in zip(prompts, outputs)]
         return _traffic([Conversation([one]) for one in single])
-    if load in ("long", "swap"):
+    if load in ("long", "swap", "beside"):
         cycle = 1 if load == "long" else _SWAPPED
         long = [Turn(ids(max(common - _LONG_ANSWER, 1)), _LONG_ANSWER) for _ in range(cycle)] * _LONG_TURNS
-        return _traffic([Conversation(long, cycle=cycle)])
+        streams = conversations if load == "beside" else 0
+        beside = [Conversation([Turn(ids(_BESIDE_PROMPT), _BESIDE_ANSWER)]) for _ in range(streams)]
+        return _traffic([Conversation(long, cycle=cycle), *beside])
     if load not in LOADS:
         raise ConfigError(f"--load is {load!r}; wanted one of {', '.join(LOADS)}")
     messages = _lengths(random, conversations * rounds, _MESSAGE).reshape(conversations, rounds)
