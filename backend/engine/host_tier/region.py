@@ -90,9 +90,12 @@ class HostRegion:
         """Return the filled slots, in the order in which they were filled."""
         filled = np.flatnonzero(self._table["state"] == _VALID)
         order = filled[np.argsort(self._table["serial"][filled], kind="stable")]
+        rows = self._table[order]
+        keys, parents = rows["key"].tobytes(), rows["parent"].tobytes()
+        serials = rows["serial"].tolist()
         return [
-            Entry(slot, row["key"].tobytes(), row["parent"].tobytes(), int(row["serial"]))
-            for slot, row in zip(order.tolist(), self._table[order])
+            Entry(slot, keys[16 * i : 16 * i + 16], parents[16 * i : 16 * i + 16], serial)
+            for i, (slot, serial) in enumerate(zip(order.tolist(), serials))
         ]
 
     def keys(self) -> bytes:
