@@ -18,8 +18,8 @@ from tridecode.kernels.operands import CacheLayer
 #: bytes of the buffer on the device through which blocks pass, in each direction, by type of device; on a GPU
 #: 2.5 ms of a PCIe 5 link
 _BUFFER_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
-#: bytes that are pinned at a time; a copy is within one piece
-_PIECE_BYTES = 256 << 20
+#: bytes that are pinned at a time, 1 ms; a copy is within one piece
+_PIECE_BYTES = 16 << 20
 #: bytes of one copy, or a block if it is larger: the small copies of a step share the copy engines, and wait
 _COPY_BYTES = 8 << 20
 _WORD_BYTES = 8
@@ -46,6 +46,14 @@ class Transfer:
         return self.ready is None or self.ready.query()
 
 
+class _Half:
+    """A half of the buffer for blocks from the tier. free: behind the last reader of its contents."""
+
+    def __init__(self, staged: Tensor):
+        self.staged = staged
+        self.free: torch.cuda.Event | None = None
+
+
 class HostStore:
     """Copies blocks of all layers to slots and back, on a GPU with a stream of its own.
 
@@ -59,17 +67,24 @@ class HostStore:
         self.region, self._device = region, device
         self.most_blocks = blocks_of_buffer(slot_bytes, region.num_slots, device.type)
         self._layers: list[Tensor] = []
-        data = torch.frombuffer(region.data, dtype=torch.uint8)[region.start :]
-        self._slots = data[: region.num_slots * slot_bytes].view(region.num_slots, slot_bytes)
+        self._slots = torch.zeros(0, slot_bytes, dtype=torch.uint8)
+        if region.num_slots:
+            count, first = region.num_slots * slot_bytes, region.start
+            data = torch.frombuffer(region.data, dtype=torch.uint8, count=count, offset=first)
+            self._slots = data.view(region.num_slots, slot_bytes)
         self._piece = max(_PIECE_BYTES // slot_bytes, 1)  # slots
         self._longest = max(_COPY_BYTES // slot_bytes, 1)  # slots of one copy
         pieces = list(self._slots.split(self._piece)) if region.num_slots else []
         self.pinning = Pinning(pieces, device)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._moves = torch.cuda.Stream(device) if self._is_cuda else None  # into the buffer
+        self._written: torch.cuda.Event | None = None  # behind the last copy to slots
         self._checksums = Checksums(slot_bytes, device)
         shape = (self.most_blocks, slot_bytes)
-        self._out, self._in = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
+        self._out, buffer = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
+        #: blocks come into one while those of the other are written to the cache
+        self._halves = [_Half(half) for half in buffer.split(-(-self.most_blocks // 2))]
 
     def use(self, caches: Sequence[CacheLayer]) -> None:
         """Use the caches of all layers of this rank."""
@@ -88,7 +103,6 @@ class HostStore:
         with torch.cuda.stream(self._stream):
             transfer.began, transfer.moved = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             transfer.ready = torch.cuda.Event()
-            transfer.began.record()
             self._copy(transfer, steps)
             transfer.ready.record()
         return transfer
@@ -107,13 +121,13 @@ class HostStore:
         return [value == checksum for value, checksum in zip(found, wanted)]
 
     def _time(self, transfer: Transfer) -> None:
-        """Set the seconds of the copies in: those of the first buffer, without the wait for steps, times the
-        number of buffers.
+        """Set the seconds of the copies in: those into the first half of the buffer, without the wait for
+        steps, times the number of halves.
         """
         assert transfer.began is not None and transfer.moved is not None
         if count := len(transfer.part.ins):
             first_s = transfer.began.elapsed_time(transfer.moved) / 1000
-            transfer.seconds = first_s * count / min(count, self.most_blocks)
+            transfer.seconds = first_s * count / min(count, len(self._halves[0].staged))
 
     def leave(self) -> None:
         """Unpin the memory, because the tier is off on all ranks. Copies that are in the plans already still
@@ -125,7 +139,7 @@ class HostStore:
     def synchronize(self) -> None:
         """Wait for all copies, also of plans whose results nobody takes."""
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.synchronize()  # which follows the other one
 
     # ------------------------------------------------------------ one direction
 
@@ -133,17 +147,24 @@ class HostStore:
         """Copy what a plan says, a full buffer at a time. steps: the stream of steps, which the first access
         to the cache follows.
         """
-        part, size = transfer.part, self.most_blocks
-        for first in range(0, len(part.ins), size):
+        part, size = transfer.part, len(self._halves[0].staged)
+        for number, first in enumerate(range(0, len(part.ins), size)):
             slots, blocks = zip(*part.ins[first : first + size])
-            staged = self._in[: len(slots)]
-            for place, slot, count in self._runs(slots):
-                staged[place : place + count].copy_(self._slots[slot : slot + count], non_blocking=True)
-            if transfer.moved is not None and first == 0:
-                transfer.moved.record()
+            half = self._halves[number % len(self._halves)]
+            staged = half.staged[: len(slots)]
+            if self._moves is None:
+                self._move(slots, staged)
+                index = self._index(blocks)
+            else:
+                index = self._index_beside(blocks)
+                self._move_beside(slots, staged, half, transfer if first == 0 else None)
             self._follow(steps)
-            self._scatter(staged, blocks)
+            self._scatter(staged, index)
             transfer.ins.append(self._to_host(self._checksums.of(staged)))
+            if self._is_cuda:
+                half.free = torch.cuda.Event()
+                half.free.record()
+        size = self.most_blocks
         for first in range(0, len(part.outs), size):
             outs = part.outs[first : first + size]
             staged = self._out[: len(outs)]
@@ -152,6 +173,40 @@ class HostStore:
             transfer.outs.append(self._to_host(self._checksums.of(staged)))
             for place, slot, count in self._runs([out.slot for out in outs]):
                 self._slots[slot : slot + count].copy_(staged[place : place + count], non_blocking=True)
+        if part.outs and self._is_cuda:
+            self._written = torch.cuda.Event()
+            self._written.record()
+
+    def _move(self, slots: Sequence[int], staged: Tensor) -> None:
+        for place, slot, count in self._runs(slots):
+            staged[place : place + count].copy_(self._slots[slot : slot + count], non_blocking=True)
+
+    def _index_beside(self, blocks: Sequence[int]) -> Tensor:
+        """Return `_index` for the current stream, copied by the other one before the blocks: behind them it
+        would wait.
+        """
+        assert self._moves is not None
+        with torch.cuda.stream(self._moves):
+            index = self._index(blocks)
+        index.record_stream(torch.cuda.current_stream(self._device))
+        return index
+
+    def _move_beside(self, slots: Sequence[int], staged: Tensor, half: _Half, timed: Transfer | None) -> None:
+        """Copy slots into a half of the buffer on the stream for that, and let the current stream follow.
+
+        The slots may have been filled by a plan whose copies still run on this rank. timed: gets the times.
+        """
+        assert self._moves is not None
+        for event in (half.free, self._written):
+            if event is not None:
+                self._moves.wait_event(event)
+        with torch.cuda.stream(self._moves):
+            if timed is not None and timed.began is not None:
+                timed.began.record()
+            self._move(slots, staged)
+            if timed is not None and timed.moved is not None:
+                timed.moved.record()
+        torch.cuda.current_stream(self._device).wait_stream(self._moves)
 
     def _follow(self, steps: torch.cuda.Stream | None) -> None:
         """Let the stream of copies wait for the steps that have been launched."""
@@ -178,8 +233,7 @@ class HostStore:
         for layer, columns in self._columns(staged):
             torch.index_select(layer, 0, index, out=columns)
 
-    def _scatter(self, staged: Tensor, blocks: Sequence[int]) -> None:
-        index = self._index(blocks)
+    def _scatter(self, staged: Tensor, index: Tensor) -> None:
         for layer, columns in self._columns(staged):
             layer.index_copy_(0, index, columns)
 

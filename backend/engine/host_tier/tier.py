@@ -54,6 +54,7 @@ class HostTier:
         self.index = BlockIndex(0)  # of the cache, see `bind`
         self.tokens = 0  # total that admitted sequences have found because they were copied in
         self.faults = 0  # total of blocks with a wrong checksum
+        self.is_used = True  # False: no further copies in either direction (bench prefix)
         self._block_tokens, self._most_blocks, self._clock = block_tokens, most_blocks, clock
         self.memory = Readiness(num_slots, clock, pinned)
         self._queued: dict[bytes, tuple[bytes, int]] = {}  # key -> parent, block of the cache
@@ -101,7 +102,7 @@ class HostTier:
 
         The plans that write them are launched before the next `take`, or are in the making.
         """
-        if self.memory.is_off:
+        if self.memory.is_off or not self.is_used:
             return
         parent = parent or FIRST
         for key, block in zip(keys, blocks):
@@ -129,7 +130,7 @@ class HostTier:
             return False
         if keys[0] in self._coming:
             return True
-        if sequence.fetches >= MOST_FETCHES or self.memory.is_off:
+        if sequence.fetches >= MOST_FETCHES or self.memory.is_off or not self.is_used:
             return False
         slots, index = self._find(keys), self.index
         usable = next((n for n, slot in enumerate(slots) if slot >= self.memory.usable), len(slots))

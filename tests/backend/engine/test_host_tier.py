@@ -104,7 +104,7 @@ class HostMachine(RequestMachine):
     @rule(resumes=st.booleans())
     def kill(self, resumes: bool) -> None:
         """The next engine finds what the last one has left, and gets the open requests again. resumes: those
-        of one sequence go on behind what they have sent."""
+        of one sequence continue behind what they have sent."""
         self.check_ends()
         ended = self.run
         again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
@@ -430,7 +430,7 @@ def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back(overlap: bo
 
 
 def test_preempted_sequences_compute_little_again() -> None:
-    """At most a block each, on average: the others were in the tier before they were preempted."""
+    """Less than a block each, on average: the others were in the tier before they were preempted."""
     run = HostRun(limits(num_blocks=24, max_step_tokens=16), HostMemory(200), overlap=True)
     for number in range(4):
         run.submit(number, [number] * 8, max_tokens=28)

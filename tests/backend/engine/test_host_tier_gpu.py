@@ -131,7 +131,7 @@ def test_blocks_return_bit_by_bit_at_the_rate_of_a_pinned_copy(capsys: pytest.Ca
 
 @torch.inference_mode()
 def test_a_large_tier_is_ready_soon_and_pinned_beside_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """12 GiB, of which half are filled as by an engine before. The bar: ready at most 0.5 s later."""
+    """Half of 12 GiB is filled, as by an engine before. The bar: ready at most 0.5 s later."""
     device, layers, slot_bytes = torch.device("cuda"), 32, 4 << 20
     fd = create_file(12 << 30)
     try:

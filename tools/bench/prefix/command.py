@@ -26,16 +26,23 @@ def prefix(
     load: Annotated[
         str,
         typer.Option(
-            help="conversations; prefixes: groups of 16 with a beginning each; long: one prompt again and "
-            "again; swap: four in turn; beside: the same while conversations decode; mix: chats without hits."
+            help="conversations; documents: with a beginning each; prefixes: groups of 16 with a beginning "
+            "each; long: one prompt again and again; swap: four in turn; streams: the same while "
+            "conversations decode; mix: chats without hits."
         ),
     ] = "conversations",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 8,
     common: Annotated[
-        int, typer.Option(help="Tokens that prompts begin with; of `long`, `swap`, `beside`: all.")
+        int, typer.Option(help="Tokens that prompts begin with; of `long`, `swap`, `streams`: all.")
     ] = 2000,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs with the cache and without it, in turns.")] = 5,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Runs with the cache and without it, or with the host tier and without it, in turns.",
+        ),
+    ] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 64,
     cache_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of the KV cache; default: as in config.pbtxt.")

@@ -107,8 +107,13 @@ class Player:
             engine.state.host.pinning.join()
 
     def play(self, traffic: Traffic, use: str, salt: str) -> Played:
-        """Return the figures of a load. use: SamplingParams.cache. salt: separates it from other runs."""
+        """Return the figures of a load. use: SamplingParams.cache, or "device": on, without the host tier.
+        salt: separates it from other runs.
+        """
         scheduler = self.scheduler
+        if scheduler.cache.tier is not None:
+            scheduler.cache.tier.is_used = use != "device"
+        use = "on" if use == "device" else use
         end_id = self.engine.model_config.end_id
         doors = _ConversationDoors(traffic, scheduler.prompt_hasher, end_id, use, salt)
         loop = _RecordedLoop(self.engine, scheduler, cast(DoorSocket, doors), RankStatus())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ _COLUMNS = {
     "miss_p99_ms": "p99",
 }
 BLOCK_TOKENS = 32
+_WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ def run_prefix(plan: PrefixPlan, job: Job, output: Path) -> None:
     else:
         with spinner("loading") as say, open_engine(job) as engine:
             block_tokens, vocab_size = engine.config.block_tokens, engine.model_config.vocab_size
-            predicted = _predict(plan, job, limits_of(engine))
-            found = _alternate(Player(engine), plan, vocab_size, say, block_tokens)
+            predicted = {} if job.host_cache_bytes else _predict(plan, job, limits_of(engine))
+            other = "device" if job.host_cache_bytes else "off"
+            found = _alternate(Player(engine), plan, vocab_size, say, block_tokens, other)
             found = {**described(engine, job), **found, **_over(predicted, found)}
         name = job.preset or Path(job.directory).resolve().name
     found["index"] = measure_index()
@@ -87,22 +89,30 @@ def traffic_of(plan: PrefixPlan, vocab_size: int, seed: int) -> Traffic:
 
 
 def _alternate(
-    player: _Player, plan: PrefixPlan, vocab_size: int, say: Any, block_tokens: int = BLOCK_TOKENS
+    player: _Player,
+    plan: PrefixPlan,
+    vocab_size: int,
+    say: Any,
+    block_tokens: int = BLOCK_TOKENS,
+    other: str = "off",
 ) -> dict[str, Any]:
-    """Run the load with the cache and without it, in turns, after one run of each that does not count.
+    """Run the load with the cache and without it, in turns, after one short run of each that does not count.
 
-    Each run has a salt of its own, so it finds nothing of an earlier one.
+    Each run has a salt of its own, so it finds nothing of an earlier one. other: of the runs under "off", see
+    Player.play.
     """
     played: dict[str, list[Played]] = {"on": [], "off": []}
     least = traffic_of(plan, vocab_size, plan.seed).least_computed(block_tokens)
     for number in range(plan.repeats + 1):
-        for use in ("on", "off") if number % 2 else ("off", "on"):
+        for key in ("on", "off") if number % 2 else ("off", "on"):
+            use = other if key == "off" else key
             say(f"{plan.load}, cache {use}, run {number} of {plan.repeats}")
-            traffic = traffic_of(plan, vocab_size, plan.seed)
-            done = player.play(traffic, use, f"bench {plan.seed} {number}")
+            chosen = plan if number else replace(plan, rounds=min(plan.rounds, _WARM_UP_ROUNDS))
+            traffic = traffic_of(chosen, vocab_size, plan.seed)
+            done = player.play(traffic, use, f"bench {plan.seed} {number} {use}")
             if number:
-                played[use].append(done)
-    return {**compared(played["on"], played["off"], least), "played": played}
+                played[key].append(done)
+    return {**compared(played["on"], played["off"], least), "off_is": other, "played": played}
 
 
 def _predict(plan: PrefixPlan, job: Job, limits: SchedulerLimits) -> dict[str, float]:
@@ -132,8 +142,10 @@ def _over(predicted: dict[str, float], found: dict[str, Any]) -> dict[str, Any]:
 
 def _show(plan: PrefixPlan, found: dict[str, Any]) -> None:
     console = Console()
-    rows = [[use, *(run[key] for key in _COLUMNS)] for use in ("on", "off") for run in found[use]]
-    title = f"{plan.load}, prefix cache on and off"
+    names = {"on": "on", "off": found["off_is"]}
+    rows = [[name, *(run[key] for key in _COLUMNS)] for use, name in names.items() for run in found[use]]
+    parts = "host tier" if found["off_is"] == "device" else "prefix cache"
+    title = f"{plan.load}, {parts} on and off"
     console.print(table(title, ["", *_COLUMNS.values()], rows))
     index = found["index"]
     console.print(

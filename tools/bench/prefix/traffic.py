@@ -20,10 +20,10 @@ _LONG_TURNS, _LONG_ANSWER = 6, 2
 #: prompts that take turns in `swap`: with a cache that holds fewer, each comes from the host tier
 _SWAPPED = 4
 
-#: tokens of the prompt and of the answer of each stream that decodes while prompts of `beside` take turns
-_BESIDE_PROMPT, _BESIDE_ANSWER = 100, 600
+#: tokens of the prompt and of the answer of each stream that decodes while prompts of `streams` take turns
+_STREAM_PROMPT, _STREAM_ANSWER = 100, 600
 
-LOADS = ("conversations", "prefixes", "long", "swap", "beside", "mix")
+LOADS = ("conversations", "documents", "prefixes", "long", "swap", "streams", "mix")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Traffic:
 def make_traffic(
     load: str, vocab_size: int, conversations: int, rounds: int, common: int, seed: int
 ) -> Traffic:
-    """Return a load of LOADS, determined by the seed. common: tokens that all first prompts share; for
-    `long`, `swap` and `beside` the tokens of a long prompt and its answer. Raises ConfigError for an unknown
+    """Return a load of LOADS, determined by the seed. common: tokens that first prompts share; for
+    `long`, `swap` and `streams` the tokens of a long prompt and its answer. Raises ConfigError for an unknown
     load.
     """
     random = np.random.default_rng(seed)
@@ -105,19 +105,20 @@ def make_traffic(
         prompts, outputs = mix_requests(vocab_size, conversations, seed)
         single = [Turn(np.asarray(p, np.int32), n) for p, n in zip(prompts, outputs)]
         return _traffic([Conversation([one]) for one in single])
-    if load in ("long", "swap", "beside"):
+    if load in ("long", "swap", "streams"):
         cycle = 1 if load == "long" else _SWAPPED
         long = [Turn(ids(max(common - _LONG_ANSWER, 1)), _LONG_ANSWER) for _ in range(cycle)] * _LONG_TURNS
-        streams = conversations if load == "beside" else 0
-        beside = [Conversation([Turn(ids(_BESIDE_PROMPT), _BESIDE_ANSWER)]) for _ in range(streams)]
-        return _traffic([Conversation(long, cycle=cycle), *beside])
+        count = conversations if load == "streams" else 0
+        others = [Conversation([Turn(ids(_STREAM_PROMPT), _STREAM_ANSWER)]) for _ in range(count)]
+        return _traffic([Conversation(long, cycle=cycle), *others])
     if load not in LOADS:
         raise ConfigError(f"--load is {load!r}; wanted one of {', '.join(LOADS)}")
     messages = _lengths(random, conversations * rounds, _MESSAGE).reshape(conversations, rounds)
     answers = _lengths(random, conversations * rounds, _ANSWER).reshape(conversations, rounds)
     found, system = [], ids(common)
+    group = 1 if load == "documents" else _GROUP
     for number, (asked, answered) in enumerate(zip(messages, answers)):
-        fresh = number == 0 if load == "conversations" else number % _GROUP == 0
+        fresh = number == 0 if load == "conversations" else number % group == 0
         if fresh and number:
             system = ids(common)
         turns = [Turn(ids(int(count)), int(length)) for count, length in zip(asked, answered)]
