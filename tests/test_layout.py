@@ -143,6 +143,7 @@ ALLOWED = {
         "backend.nodes",
         "backend.supervisor.processes",
         "backend.supervisor.rank_link",
+        "backend.text.vocabulary_match",
         "backend.weights",
         "backend.wire",
         "kernels",

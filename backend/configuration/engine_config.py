@@ -15,7 +15,7 @@ from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 CACHE_SCOPES = ("all", "salt", "none")
 #: values of speculation
-SPECULATION = ("off", "lookup")
+SPECULATION = ("off", "lookup", "draft")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -173,8 +173,14 @@ class EngineConfig:
     speculation: str = setting(
         "off",
         "where drafts of the next tokens come from, which a step verifies together: off, lookup (the "
-        "sequence's own text and finished answers, docs/guides/speculation.md)",
+        "sequence's own text and finished answers), draft (the model of draft_path); "
+        "docs/guides/speculation.md",
         _one_of(*SPECULATION),
+    )
+    draft_path: str = setting(
+        "none",
+        "folder of the draft model's weights and tokenizer, relative to that of `config.pbtxt`, for "
+        "`speculation` = draft",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(
@@ -267,7 +273,7 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
 
 def with_folders(config: EngineConfig, engine_dir: Path) -> EngineConfig:
     """`config` with its folders, which are relative to that of config.pbtxt, below `engine_dir`."""
-    named = {name: getattr(config, name) for name in ("lora_path", "shadow_weights")}
+    named = {name: getattr(config, name) for name in ("lora_path", "shadow_weights", "draft_path")}
     found: dict[str, Any] = {name: str(engine_dir / one) for name, one in named.items() if one != "none"}
     return replace(config, **found)
 

@@ -31,6 +31,7 @@ from tridecode.backend.configuration.engine_config_file import (
     tokenizer_dir,
 )
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
+from tridecode.backend.engine.device.drafters.draft_loading import check_draft_tokenizer, draft_config
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
@@ -92,6 +93,9 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     directory = checkpoint_dir(str(engine_dir))
     model = read_model_config(Path(directory))
     check_ranks(model, config.tensor_para_size, config.pipeline_para_size)
+    draft_config(config, model)
+    if arguments.rank == 0:
+        check_draft_tokenizer(config, tokenizer_dir(engine_dir))
     set_gpu(config, arguments.rank, arguments.local_world or arguments.world, arguments.first_device)
     device = choose_device(config)
     if config.num_threads:

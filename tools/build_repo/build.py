@@ -37,6 +37,7 @@ from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer,
 from tridecode.converters.tokenizers.vocabulary import vocabulary_size
 from tridecode.model_repo_templates.repository import (
     ADAPTERS_DIR,
+    DRAFT_DIR,
     engine_texts,
     repository_models,
     tokenizer_dir,
@@ -44,6 +45,7 @@ from tridecode.model_repo_templates.repository import (
 )
 from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated
+from tridecode.tools.build_repo.draft import plain_tokenizer, plan_draft
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
 from tridecode.tools.checks.repository import check_repo
@@ -73,6 +75,7 @@ def build_repo(
     calibration: Calibration | None = None,
     parity_text: GivenText | None = None,
     engine_settings: Mapping[str, object] | None = None,
+    draft: str | Path | None = None,
     console: Console | None = None,
     **models_arguments: Any,
 ) -> Path:
@@ -82,14 +85,14 @@ def build_repo(
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take the
     tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights.
     models_arguments: contracts and the other arguments of repository_models. engine_settings: parameters of
-    EngineConfig. parity: compare with transformers and write PARITY.json. reference: another checkpoint to
-    compare with; for a weight directory, the one that it was made from. num_heads: attention heads, for a
-    Megatron checkpoint that does not record them. prompts: NeMo's archives of prompt learning and PEFT's
-    folders. overwrite: an output that is a model repository is replaced. quantization: quantise the layers'
-    matrices to it by rounding to nearest. keep_quantization: matrices of a quantised checkpoint stay
-    unchanged if weight directories support their format. quantization_floor: quality that the result must
-    then reach. calibration: quantise by its method, instead of `quantization`. parity_text: compare on these
-    texts too.
+    EngineConfig. draft: a draft model for `speculation` = draft, see plan_draft. parity: compare with
+    transformers and write PARITY.json. reference: another checkpoint to compare with; for a weight directory,
+    the one that it was made from. num_heads: attention heads, for a Megatron checkpoint that does not record
+    them. prompts: NeMo's archives of prompt learning and PEFT's folders. overwrite: an output that is a model
+    repository is replaced. quantization: quantise the layers' matrices to it by rounding to nearest.
+    keep_quantization: matrices of a quantised checkpoint stay unchanged if weight directories support their
+    format. quantization_floor: quality that the result must then reach. calibration: quantise by its method,
+    instead of `quantization`. parity_text: compare on these texts too.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -141,6 +144,8 @@ def build_repo(
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
     }
+    if draft is not None:
+        settings = {"speculation": "draft", **settings, "draft_path": DRAFT_DIR}
     engine = engine_texts(settings, "engine settings")
     _check_length(engine, config, console)
     hf_tokenizer = _tokenizer(
@@ -148,7 +153,14 @@ def build_repo(
     )
     chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
-    _check_room(output, planned, folder, 1 if calibration is None else 2)
+    drafting = None
+    if draft is not None:
+        longest = read_engine_config(dict(engine), "engine settings").max_sequence_tokens or 0
+        drafting = plan_draft(draft, config, tensor_para_size, longest, console)
+        if hf_tokenizer is not None:
+            drafting.check_tokenizer(plain_tokenizer(hf_tokenizer))
+    more = 0 if drafting is None else drafting.planned.total_bytes
+    _check_room(output, planned, folder, 1 if calibration is None else 2, more)
     with staged(output, folder) as staging:
         weights = staging / folder
         if calibration is not None:  # its files are removed with its last use
@@ -177,6 +189,8 @@ def build_repo(
             written = save_tokenizer(hf_tokenizer, source, tokenizer_file.parent)
             _check_vocabulary(written, config, console)
             _check_end(written, hf_tokenizer.eos_token, checkpoint.eos_ids, console)
+        if drafting is not None:
+            drafting.write(staging / ENGINE_MODEL / DRAFT_DIR, tensor_para_size)
         why = no_comparison(compared, config) if parity else ""
         if why:
             say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
@@ -222,12 +236,13 @@ def serve_command(repository: Path) -> str:
     return f"{program} serve {shlex.quote(str(repository))}"
 
 
-def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int) -> None:
+def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int, more: int) -> None:
     """Raise ConfigError if the disk has less space than the weights need; tokenizer and configs are small.
 
-    copies: calibration keeps the matrices in files of its own until the weights are written.
+    copies: calibration keeps the matrices in files of its own until the weights are written. more: bytes of
+    the draft model.
     """
-    wanted = copies * planned.total_bytes - staged_bytes(output, folder)
+    wanted = copies * planned.total_bytes + more - staged_bytes(output, folder)
     free = shutil.disk_usage(existing_parent(output)).free
     if wanted > free:
         raise ConfigError(f"{output} needs {wanted:,} bytes for weights; its disk has {free:,} free")

@@ -94,6 +94,14 @@ def build_repo(
     lora: Annotated[
         Path | None, _source(help="Merge the LoRA adapter of this folder (PEFT's layout).")
     ] = None,
+    draft: Annotated[
+        str | None,
+        _source(
+            metavar="CHECKPOINT",
+            help="Draft model with the same tokenizer, a checkpoint or a repository: several tokens per step "
+            "(docs/guides/speculation.md).",
+        ),
+    ] = None,
     parity: Annotated[
         bool, _compared(help="Compare the result with transformers and write PARITY.json.")
     ] = True,
@@ -186,6 +194,7 @@ def build_repo(
     options.check_sources({"--tokenizer": tokenizer, "--lora": lora}, prompts or [])
     source = options.source_path(model)
     other = None if reference is None else options.source_path(reference)
+    drafting = None if draft is None else options.source_path(draft)
     if for_clients is not None:
         typer.echo(f"--for {for_clients}: {options.PRESETS[for_clients].options()}")
 
@@ -213,6 +222,7 @@ def build_repo(
         parity_text=compared_text,
         quantization_floor=floor,
         engine_settings=settings,
+        draft=drafting,
     )
 
 

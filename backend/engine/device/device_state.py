@@ -12,11 +12,13 @@ from tridecode.backend import models
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.store import AdapterStore
+from tridecode.backend.engine.device.drafters.draft_weights import DraftModel
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, prompt_limits
 from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.models.context import Workspace
+from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.prompt_ini import PromptSection
 from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import share_size, stage_layers
@@ -33,7 +35,7 @@ class DeviceState:
     config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     draft_layers: shape of a block, (2, kv heads, tokens, head size), for each cache layer of the drafter;
-    `caches` has them behind the model's layers.
+    `caches` has them behind the model's layers. draft: the draft model, if there is one.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class DeviceState:
         ops: Ops,
         ranks: Ranks,
         device: torch.device,
+        draft: tuple[ModelConfig, Weights] | None = None,
     ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
@@ -64,6 +67,7 @@ class DeviceState:
         self.sampling = SamplingState.allocate(
             rows, longest, columns, config.max_bad_word_tokens, device, model.vocab_size
         )
+        self.draft = None if draft is None else DraftModel(*draft, ranks, config, self.work)
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )
@@ -113,10 +117,13 @@ class DeviceState:
         Normalised inputs count twice: quantising them
         takes one byte of scratch per column.
         """
-        model, size = self.model_config.largest_layer(), self.ranks.tensor_size
-        heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
-        mlp = max(max(layer.up.weight.shape[0], layer.down.weight.shape[1]) for layer in self.model.layers)
-        return max(heads * model.head_size, mlp, 2 * model.hidden_size)
+        most, size = 0, self.ranks.tensor_size
+        for decoder in self._decoders():
+            model = decoder.config.largest_layer()
+            heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
+            mlp = max(max(layer.up.weight.shape[0], layer.down.weight.shape[1]) for layer in decoder.layers)
+            most = max(most, heads * model.head_size, mlp, 2 * model.hidden_size)
+        return most
 
     def _context_bytes(self) -> int:
         """Return the bytes of the longest sequence's dequantised keys and values in one layer; 0 without an
@@ -126,7 +133,13 @@ class DeviceState:
         if self.config.kv_cache_dtype not in CACHE_DTYPES:
             return 0
         blocks = -(-self.config.max_sequence_tokens // self.config.block_tokens)
-        return blocks * max(math.prod(shape) for shape in self._block_shapes()) * self.dtype.itemsize
+        shapes = self._block_shapes()
+        if self.draft is not None:
+            shapes += self.draft.block_shapes(self.config.block_tokens, self.ranks.tensor_size)
+        return blocks * max(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    def _decoders(self) -> list[Decoder]:
+        return [self.model] if self.draft is None else [self.model, self.draft.model]
 
 
 def _cache_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CacheLayer:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
-from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
+from tridecode.backend.engine.device.drafters.table import device_drafter
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun, OpenWeights
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.parts.table import background_kinds, part_runs
@@ -23,7 +23,6 @@ from tridecode.backend.engine.ranks.exchange import waiting
 from tridecode.backend.engine.ranks.parallel import GPU
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, whole_rows
 from tridecode.backend.engine.speculation.depth import StepCosts
-from tridecode.backend.engine.speculation.sources import RING_TOKENS
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
 from tridecode.backend.engine.step.plan import LateSamples, StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs
@@ -61,9 +60,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
-        self.drafter: DeviceDrafter | None = None
-        if config.speculation == "lookup" and not state.ranks.is_pipelined:
-            self.drafter = LookupDrafter(state, self.sampler, RING_TOKENS, ring)
+        self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
         if open_weights is not None:

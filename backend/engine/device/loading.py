@@ -14,6 +14,7 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.store import AdapterStore, Place
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.draft_loading import draft_config
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES, FileWeights, unrounded_weights
 from tridecode.backend.engine.device.memory import check_background
@@ -26,6 +27,7 @@ from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks
 from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
 from tridecode.backend.models.prompt_ini import read_prompt_section
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import stage_layers
 from tridecode.backend.weights.quantization import stored_specs
 from tridecode.backend.weights.reader import WeightReader
@@ -67,22 +69,54 @@ def load_engine(
     place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
     if config.weights == "random":
         made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
-        return build_engine(model, config, made, ops, ranks, device, None, phase, open_host)
+        drafting = _open_draft(model, config, ranks, ops, device, has_peers, progress)
+        return build_engine(model, config, made, ops, ranks, device, None, phase, open_host, drafting)
     mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     phase(f"verifying weights ({config.verify_weights})")
     reader = WeightReader(directory, model)
     reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
     weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
+    drafting = None
     try:
         others = partial(unrounded_weights, directory, config, ops, device)
-        engine = build_engine(model, config, weights, ops, ranks, device, others, phase, open_host)
+        drafting = _open_draft(model, config, ranks, ops, device, has_peers, progress)
+        engine = build_engine(model, config, weights, ops, ranks, device, others, phase, open_host, drafting)
     finally:
         weights.close()
+        if drafting is not None and isinstance(drafting[1], FileWeights):
+            drafting[1].close()
     phase("loading prompt tables and adapters")
     _load_prompt_tables(engine.state, directory, reader)
     engine.state.adapters = _open_adapters(engine.state, directory, weights)
     return engine
+
+
+def _open_draft(
+    model: ModelConfig,
+    config: EngineConfig,
+    ranks: Ranks,
+    ops: Ops,
+    device: torch.device,
+    has_peers: bool,
+    progress: Progress | None,
+) -> tuple[ModelConfig, Weights] | None:
+    """Return the config and the open weights of the draft model, if the settings want one.
+
+    Raises ConfigError and WeightFileError, which name its folder.
+    """
+    draft = draft_config(config, model)
+    if draft is None:
+        return None
+    specs = models.family(draft.family).weight_specs(draft)
+    specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
+    place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
+    dtype = DTYPES[config.data_type]
+    if config.weights == "random":
+        return draft, RandomWeights(specs, 1, *place, dtype, ops, device, draft.quantization, *rounding)
+    reader = WeightReader(Path(config.draft_path), draft)
+    reader.verify(config.verify_weights, stored_specs(specs, draft.quantization))
+    return draft, FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
 
 
 def map_peers(ranks: Ranks, ops: Ops, config: EngineConfig, model: ModelConfig) -> bool:

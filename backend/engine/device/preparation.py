@@ -43,13 +43,15 @@ def build_engine(
     open_weights: OpenWeights | None = None,
     phase: Progress = lambda what: None,
     open_host: OpenHost | None = None,
+    draft: tuple[ModelConfig, Weights] | None = None,
 ) -> Engine:
     """Return an engine that is ready for its first step. Collective.
 
-    config: resolved. open_weights: see Engine. phase: called with the name of each phase as it begins.
-    open_host: opens this rank's part of the host tier, if there is room for it; None: there is none.
+    config: resolved. draft: the draft model, if there is one. open_weights: see Engine. phase: called
+    with the name of each phase as it begins. open_host: opens this rank's part of the host tier, if there is
+    room for it; None: there is none.
     """
-    engine = Engine(DeviceState(model, config, weights, ops, ranks, device), open_weights)
+    engine = Engine(DeviceState(model, config, weights, ops, ranks, device, draft), open_weights)
     prepare(engine, phase, open_host)
     return engine
 
@@ -82,8 +84,8 @@ def prepare(engine: Engine, phase: Progress, open_host: OpenHost | None = None) 
         queries = engine.config.max_draft_tokens + 1
         if engine.graphs is not None:
             capture_query_graphs(engine, queries, phase)
-        if engine.drafter is not None:
-            engine.drafter.prepare(phase)
+            if engine.drafter is not None:
+                engine.drafter.prepare(phase)
         engine.step_costs = measured_costs(engine, queries)
     ranks.barrier("the end of the start")
 
@@ -116,7 +118,8 @@ def can_capture(engine: Engine) -> bool:
     if ranks.num_stages > 1 and not ranks.is_pipelined:
         log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
         return False
-    if not ranks.captures(state.work.hidden[: engine.config.slots]):
+    decoders = [state.work] if state.draft is None else [state.work, state.draft.work]
+    if not all(ranks.captures(work.hidden[: engine.config.slots]) for work in decoders):
         log.info("no CUDA graphs: the sums over the tensor ranks go through host memory")
         return False
     if all(state.ops.captures(heads) for heads in state.model.heads):

@@ -24,12 +24,14 @@ from tridecode.kernels.sampling_state import SamplingState
 class StepSampler:
     """Owns the sampled tokens on the device and their buffers on the host.
 
-    ring: number of host buffers, used in turns; more than there are steps in flight. accepted: (B,) int32, of
+    ring: number of host buffers, used in turns; more than there are steps in flight; 0: results stay on the
+    device. sampling: of the slots; None: the state's. accepted: (B,) int32, of
     the decode rows of the newest step that verifies.
     """
 
-    def __init__(self, state: DeviceState, ring: int):
+    def __init__(self, state: DeviceState, ring: int, sampling: SamplingState | None = None):
         rows, device = state.config.slots, state.device
+        self._sampling = sampling or state.sampling
         self._state, self._ranks, self._device = state, state.ranks, device
         self._peers: PeerSampler | None = None  # samples on a GPU where the ranks share the vocabulary
         ranks, vocab = state.ranks, state.vocab
@@ -49,11 +51,11 @@ class StepSampler:
     def start(self, plan: StepPlan) -> None:
         """Write the sampling state of the sequences that take a batch slot in this step."""
         if plan.starts:
-            start_slots(self._state.sampling, plan.starts, self._state.first_id)
+            start_slots(self._sampling, plan.starts, self._state.first_id)
 
     def sample(self, logits: Tensor, batch: Batch) -> None:
         """Draw a token for each sample of the batch. logits: (R, V) of this rank's ids."""
-        count, slots, state = logits.shape[0], batch.sample_slots, self._state.sampling
+        count, slots, state = logits.shape[0], batch.sample_slots, self._sampling
         tokens, log_probs = self.tokens[:count], self._log_probs[:count]
         if not batch.verifies:
             self._draw(logits, slots, state, tokens=tokens, log_probs=log_probs)
@@ -78,7 +80,7 @@ class StepSampler:
         """
         if not rows:
             return
-        count, state = plan.num_samples, self._state.sampling
+        count, state = plan.num_samples, self._sampling
         slots = self._late.upload(state, plan.slots, rows, masks, count)
         self._draw(
             self._state.work.logits[:count],
@@ -137,7 +139,7 @@ class StepSampler:
 
     def _store_accepted(self, plan: StepPlan, accepted: Tensor) -> None:
         """Write last_tokens and lengths of a step that verifies on a stage that does not sample."""
-        batch, sampling = self.verified, self._state.sampling
+        batch, sampling = self.verified, self._sampling
         assert batch is not None
         newest = np.cumsum(plan.samples) - 1  # the last sample of each row
         first = torch.from_numpy(newest[: plan.num_decodes] - plan.samples[: plan.num_decodes])
@@ -153,5 +155,5 @@ class StepSampler:
         slots = np.repeat(plan.slots, plan.samples)
         rows = np.flatnonzero(slots >= 0)
         indices, places = torch.from_numpy(rows).to(self._device), torch.from_numpy(slots[rows])
-        last_tokens = self._state.sampling.last_tokens
+        last_tokens = self._sampling.last_tokens
         last_tokens[places.to(self._device).long()] = tokens[indices].clamp(min=0)

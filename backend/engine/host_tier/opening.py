@@ -15,6 +15,7 @@ from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.draft_loading import DRAFT
 from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
 from tridecode.backend.weights.manifest import MANIFEST_FILE
@@ -79,9 +80,13 @@ def identity_of(
     facts = [f"{row.name}={getattr(model, row.name)}" for row in fields(model)]
     facts += [f"{name}={getattr(config, name)}" for name in _SETTINGS]
     facts += [f"rank={rank}", f"torch={torch.__version__}", f"device={device.type}"]
-    if config.weights == "files":
-        facts += [_stamp(file) for file in sorted(directory.glob("*")) if file.is_file()]
-        manifest = directory / MANIFEST_FILE
+    folders = [directory] if config.weights == "files" else []
+    if config.speculation == DRAFT:  # keys and values of the draft model are layers of the blocks
+        folders.append(Path(config.draft_path))
+        facts.append(DRAFT)
+    for folder in folders:
+        facts += [_stamp(file) for file in sorted(folder.glob("*")) if file.is_file()]
+        manifest = folder / MANIFEST_FILE
         facts.append(hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "")
     return hashlib.sha256("\n".join(facts).encode()).digest()
 

@@ -32,7 +32,7 @@ from tridecode.backend.wire.messages import PROTOCOL, RankDigest
 
 #: settings that may differ between nodes: paths, threads, devices, and parameters that the engine does not
 #: read
-_OWN_SETTINGS = ("num_threads", "lora_path", "verify_weights", "devices", "extra")
+_OWN_SETTINGS = ("num_threads", "lora_path", "draft_path", "verify_weights", "devices", "extra")
 _POLL_S = 0.02
 #: steps between two digests of the state, on every rank
 CHECK_STEPS = 32
@@ -80,6 +80,9 @@ def facts_of(
         else f"CPU {torch.backends.cpu.get_cpu_capability()}",
         "manifest.json": _digest(directory / MANIFEST_FILE),
         "lora_path": "none" if config.lora_path == "none" else "a folder",
+        "manifest.json of draft_path": _NOTHING
+        if config.draft_path == "none"
+        else _digest(Path(config.draft_path) / MANIFEST_FILE),
     }
     for row in fields(config):
         if row.name not in _OWN_SETTINGS:

@@ -38,17 +38,23 @@ def offline_engine(
     keep_logits: bool = True,
     tokenizer_dir: Path | None = None,
     host_fd: int | None = None,
+    draft: torch.nn.Module | None = None,
     **settings,
 ) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen. host_fd: memory file
-    of a host tier."""
+    of a host tier. draft: the draft model, with speculation="draft"."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
     place, config = torch.device(device), model_config(model.config)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
     ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
     host = None if host_fd is None else partial(open_store, directory=Path("no files"), fd=host_fd)
-    engine = build_engine(config, engine_config, weights, ops, SingleRank(), place, open_host=host)
+    drafting = None
+    if draft is not None:
+        drafting = model_config(draft.config), HfWeights(draft, ops, DTYPES[engine_config.data_type], device)
+    engine = build_engine(
+        config, engine_config, weights, ops, SingleRank(), place, open_host=host, draft=drafting
+    )
     return OfflineEngine(engine, keep_logits, tokenizer_dir)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 
 
-class DeviceLookup:
+class DeviceIds:
     """A Drafter whose ids are in SamplingState.drafts."""
 
     needs_token = False

@@ -1,0 +1,22 @@
+"""Chooses the drafter of an engine."""
+
+from __future__ import annotations
+
+from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter
+from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
+from tridecode.backend.engine.device.drafters.model_drafter import ModelDrafter
+from tridecode.backend.engine.device.step_sampler import StepSampler
+from tridecode.backend.engine.speculation.sources import RING_TOKENS
+
+
+def device_drafter(state: DeviceState, sampler: StepSampler, turns: int) -> DeviceDrafter | None:
+    """Return the drafter of the setting `speculation`; None if drafts come from the host, or there are none.
+
+    turns: host buffers, more than steps in flight.
+    """
+    if state.config.speculation == "lookup" and not state.ranks.is_pipelined:
+        return LookupDrafter(state, sampler, RING_TOKENS, turns)
+    if state.draft is not None:
+        return ModelDrafter(state, turns)
+    return None
