@@ -8,6 +8,7 @@ import pytest
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.bench.jobs import make_job
+from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
 
 
@@ -30,6 +31,29 @@ def test_forced_drafts_give_three_tokens_a_step_and_the_plain_text(tmp_path) -> 
         elif row["kind"] != "sampled, drafts":
             assert row["drafted"] == 0
     assert (tmp_path / "speculate-toy.png").stat().st_size > 5000
+
+
+def test_a_draft_model_is_measured_with_its_own_drafts_and_forced_ones(tmp_path) -> None:
+    job = make_job(
+        "toy", None, None, device="cpu", batches=(64,), prompt_tokens=20, output_tokens=37,
+        speculation="draft", draft="toy",
+    )  # fmt: skip
+    run_speculate(SpeculatePlan((2,), 4, 2, 1), job, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "speculate-toy-toy.json"
+    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
+    assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts", "own drafts"]
+    assert all(row["same_text"] and row["step_ms"] > 0 for row in rows.values())
+    assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
+    assert rows["forced"]["drafted"] > rows["forced"]["accepted"] > 40
+    assert rows["forced"]["step_ratio"] > 1.5, "four drafts of a model of the target's size"
+
+
+@pytest.mark.parametrize("given", [dict(preset="toy", draft="."), dict(directory=".", draft="toy")])
+def test_random_and_real_weights_are_not_mixed(tmp_path, given: dict) -> None:
+    job = Job(device="cpu", batches=(64,), speculation="draft", **given)
+    with pytest.raises(ConfigError, match="--draft is .*; wanted a folder with --model"):
+        run_speculate(SpeculatePlan((1,), 4, 2, 1), job, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "1,x", "0,4", "1,,2"])

@@ -7,11 +7,13 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.configuration.model_config import ModelConfig
@@ -20,12 +22,13 @@ from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks, SingleRank
-from tridecode.backend.models import read_model_config
+from tridecode.backend.models import model_config_ini, read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, Say, measure, silent
+from tridecode.tools.bench.shapes.presets import preset
 from tridecode.tools.bench.studies.floors import traffic
 
 
@@ -97,6 +100,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         prefix_cache=job.prefix_cache,
         cache_bytes=job.cache_bytes,
         speculation=job.speculation,
+        draft_path=job.draft or "none",
         host_cache_bytes=job.host_cache_bytes,
     )
     return directory, model, config
@@ -121,7 +125,7 @@ def _load(job: Job, rank: int, meeting: str) -> Engine:
 def open_engine(job: Job) -> Iterator[Engine]:
     """Rank 0's engine; the other ranks are processes that follow it until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/ranks"
+        meeting, job = f"file://{folder}/ranks", _with_draft(job, Path(folder))
         context = multiprocessing.get_context("spawn")
         others = [
             context.Process(target=_follow, args=(job, rank, meeting), daemon=True)
@@ -139,6 +143,24 @@ def open_engine(job: Job) -> Iterator[Engine]:
         finally:
             for process in others:
                 process.kill()
+
+
+def _with_draft(job: Job, folder: Path) -> Job:
+    """Return the job with the weight directory of its draft model; that of a preset has config.ini alone.
+
+    Raises ConfigError for random weights with a draft model from files, and the reverse.
+    """
+    if not job.draft:
+        return job
+    if Path(job.draft).is_dir() == bool(job.preset):
+        raise ConfigError(f"--draft is {job.draft}; wanted a folder with --model, and a preset with --preset")
+    if not job.preset:
+        return replace(job, draft=str(weight_directory(job.draft)))
+    draft = folder / "draft"
+    draft.mkdir()
+    text = model_config_ini(preset(job.draft).model, job.tensor_para_size)
+    (draft / "config.ini").write_text(text, encoding="utf-8")
+    return replace(job, draft=str(draft))
 
 
 def _follow(job: Job, rank: int, meeting: str) -> None:

@@ -53,6 +53,12 @@ _QWEN: dict[str, Any] = {**_GATED, "norm_eps": 1e-6, "start_id": 151643}
 _GEMMA3_WINDOWS = tuple(0 if layer % 6 == 5 else 1024 for layer in range(34))
 
 MODELS: tuple[ModelConfig, ...] = (
+    ModelConfig(  # the usual draft model of LLaMA-3-8B
+        family="llama",
+        **_sizes("llama-3.2-1b", 16, 2048, (32, 8, 64), 8192, 128256, 131072),
+        rope=RopeConfig(64, 500000.0),
+        **{**_GATED, "tied_head": True, "start_id": 128000, "end_id": 128001},
+    ),
     ModelConfig(
         family="mistral",
         **_sizes("mistral-7b", 32, 4096, (32, 8, 128), 14336, 32000, 32768),

@@ -104,6 +104,7 @@ PRESETS = {
 
 #: presets of family_presets.py, which imports torch: one that is unknown is to be refused before that
 FAMILY_PRESETS = (
+    "llama-3.2-1b",
     "mistral-7b",
     "qwen2-7b",
     "qwen3-8b",

@@ -27,6 +27,13 @@ def speculate(
     output_tokens: Annotated[int, typer.Option(min=33, help="New tokens of each sequence.")] = 129,
     drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a forced step.")] = 4,
     right: Annotated[int, typer.Option(min=0, max=7, help="Drafts of it that are accepted.")] = 2,
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Draft model: a preset, or a folder with --model; default: drafts by lookup.",
+        ),
+    ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
     kv_cache_dtype: CacheDtype = "auto",
     quantization: Quantization = None,
@@ -36,8 +43,9 @@ def speculate(
 ) -> None:
     """Measure steps of several tokens per sequence.
 
-    Plain decoding, a forced number of accepted drafts, and sampled text in which nothing repeats, in turns
-    on one engine: milliseconds of a step, tokens per second, and their ratios to the plain run.
+    Plain decoding, a forced number of accepted drafts, sampled text in which nothing repeats and, with a
+    draft model, its own drafts, in turns on one engine: milliseconds of a step, tokens per second, and their
+    ratios to the plain run.
 
     \b
     Example:
@@ -50,6 +58,6 @@ def speculate(
     job = make_job(
         preset, model, dtype, device=device, batches=(max(64, *plan.batches),), prompt_tokens=prompt_tokens,
         output_tokens=output_tokens, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
-        int8_head=int8_head, seed=seed, speculation="lookup",
+        int8_head=int8_head, seed=seed, speculation="draft" if draft else "lookup", draft=draft,
     )  # fmt: skip
     run_speculate(plan, job, output)

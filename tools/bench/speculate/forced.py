@@ -1,4 +1,4 @@
-"""Drafts with a chosen number of accepted tokens, at the full cost of the lookup."""
+"""Drafts with a chosen number of accepted tokens, at the full cost of a drafter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, Samp
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Found
 from tridecode.kernels.draft_history import OWN
+from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 
 class ForcedDrafts(DeviceDrafter):
-    """Runs the engine's drafter, then writes drafts: the next `right` tokens of the answer, then wrong ones.
+    """Runs the engine's drafter at its full cost, then writes drafts: the next `right` tokens of the answer,
+    then wrong ones.
 
     answers: of each prompt, the tokens that it gives.
     """
@@ -27,7 +29,7 @@ class ForcedDrafts(DeviceDrafter):
         right: int,
         answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     ):
-        self._drafter, self._right = drafter, right
+        self._drafter, self._right, self.is_planned = drafter, right, drafter.is_planned
         self._vocab_size, self._device = engine.model_config.vocab_size, engine.device
         self._rows = {tuple(prompt): row for row, (prompt, _) in enumerate(answers)}
         longest = max(len(answer) for _, answer in answers) + MOST_DRAFTS
@@ -35,6 +37,9 @@ class ForcedDrafts(DeviceDrafter):
         self._answers = torch.tensor(tokens, dtype=torch.int32, device=self._device)
         self._of_slot = torch.zeros(engine.config.slots, dtype=torch.int64, device=self._device)
         self._places = torch.arange(MOST_DRAFTS, device=self._device)
+
+    def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
+        self._drafter.follow(batch, hidden)
 
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:

@@ -24,6 +24,8 @@ from tridecode.tools.progress import spinner
 
 #: kind of run -> the kind that its ratios refer to
 KINDS = {"plain": "plain", "forced": "plain", "sampled": "sampled", "sampled, drafts": "sampled"}
+#: with a draft model: greedy answers with its own drafts
+OWN = {"own drafts": "plain"}
 _COLUMNS = {
     "tokens_per_step": "tok/step",
     "step_ms": "ms",
@@ -66,12 +68,13 @@ def run_speculate(plan: SpeculatePlan, job: Job, output: Path) -> None:
     name = job.preset or Path(job.directory).resolve().name
     kind = "-".join(part for part in (job.quantization, job.kv_cache_dtype) if part and part != "auto")
     stem = f"speculate-{name}" + (f"-{kind}" if kind else "")
+    stem += f"-{Path(job.draft).resolve().name}" if job.draft else ""
     shown = [[row["batch"], row["kind"], *(row[key] for key in _COLUMNS)] for row in rows]
     Console().print(table(f"drafts: {name} {kind}".rstrip(), ["batch", "", *_COLUMNS.values()], shown))
     settings = {**asdict(plan), "job": asdict(job)}
     ratios = {
         kind: [(row["batch"], row["tokens_ratio"]) for row in rows if row["kind"] == kind]
-        for kind in ("forced", "sampled, drafts")
+        for kind in ("forced", "sampled, drafts", *(OWN if job.draft else ()))
     }
     picture = plot_ratios(output / f"{stem}.png", f"{name}: tokens/s over plain decoding", ratios)
     path = write_report(output / f"{stem}.json", "speculate", settings, found)
@@ -85,25 +88,27 @@ def _batch(engine: Engine, plan: SpeculatePlan, job: Job, batch: int, say: Any) 
     greedy = SamplingParams(max_tokens=count, min_tokens=count, end_id=end_id)
     sampled = SamplingParams(max_tokens=count, min_tokens=count, end_id=end_id, top_k=0)
     prompts = random_prompts(batch, job.prompt_tokens, engine.model_config.vocab_size, job.seed)
-    lookup = engine.drafter
-    assert lookup is not None
+    drafter, kinds = engine.drafter, {**KINDS, **(OWN if job.draft else {})}
+    assert drafter is not None
     answers = runner.run(prompts, greedy, False).tokens  # also the warm-up
-    runs: dict[str, list[Ran]] = {kind: [] for kind in KINDS}
+    runs: dict[str, list[Ran]] = {kind: [] for kind in kinds}
     for number in range(plan.repeats):
         say(f"{batch} sequences, run {number + 1} of {plan.repeats}")
         runs["plain"].append(runner.run(prompts, greedy, False))
-        engine.drafter = ForcedDrafts(engine, lookup, plan.right, list(zip(prompts, answers)))
+        engine.drafter = ForcedDrafts(engine, drafter, plan.right, list(zip(prompts, answers)))
         try:
             runs["forced"].append(runner.run(prompts, greedy, True, plan.drafts))
         finally:
-            engine.drafter = lookup
+            engine.drafter = drafter
+        if job.draft:
+            runs["own drafts"].append(runner.run(prompts, greedy, True))
         runs["sampled"].append(runner.run(prompts, sampled, False))
         runs["sampled, drafts"].append(runner.run(prompts, sampled, True))
-    return [_figures(batch, kind, runs) for kind in KINDS]
+    return [_figures(batch, kind, plain, runs) for kind, plain in kinds.items()]
 
 
-def _figures(batch: int, kind: str, runs: Mapping[str, Sequence[Ran]]) -> dict[str, Any]:
-    """Return the medians of a kind of run, and their ratios to its plain one."""
+def _figures(batch: int, kind: str, plain: str, runs: Mapping[str, Sequence[Ran]]) -> dict[str, Any]:
+    """Return the medians of a kind of run, and their ratios to those of the kind `plain`."""
 
     def median(name: str, of: str) -> float:
         return statistics.median(getattr(run, name) for run in runs[of])
@@ -114,10 +119,10 @@ def _figures(batch: int, kind: str, runs: Mapping[str, Sequence[Ran]]) -> dict[s
         "kind": kind,
         "tokens_per_step": round(statistics.median(run.tokens_per_step for run in runs[kind]), 2),
         "step_ms": round(median("step_ms", kind), 4),
-        "step_ratio": round(median("step_ms", kind) / median("step_ms", KINDS[kind]), 3),
+        "step_ratio": round(median("step_ms", kind) / median("step_ms", plain), 3),
         "tokens_per_s": round(median("tokens_per_s", kind), 1),
-        "tokens_ratio": round(median("tokens_per_s", kind) / median("tokens_per_s", KINDS[kind]), 3),
+        "tokens_ratio": round(median("tokens_per_s", kind) / median("tokens_per_s", plain), 3),
         "drafted": one.drafted,
         "accepted": one.accepted,
-        "same_text": one.tokens == runs[KINDS[kind]][0].tokens,
+        "same_text": one.tokens == runs[plain][0].tokens,
     }
