@@ -29,6 +29,7 @@ from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.device import file_weights, loading, preparation
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.host_tier.store import HostStore, Transfer
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.step.decode_graphs import Capturer
 from tridecode.backend.supervisor.rank_link import RankLink
@@ -135,10 +136,31 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
         _at(Engine, "launch", at(STEP))
     elif point == "adapter":
         _at(AdapterStore, "_place_table", at(1))
+    elif point in ("copy-out", "copy-in"):
+        _tear(point, strike)
     elif point == "end":
         _at(Engine, "close", at(1))
     else:
         raise SystemExit(f"no point {point}")
+
+
+def _tear(point: str, strike: Callable[[], None]) -> None:
+    """Arrange that `strike` is called in the middle of a copy to the host tier, whose slots are then half
+    written, or from it, whose blocks are.
+    """
+
+    def half(store: HostStore, transfer: Transfer, *_: Any) -> None:
+        part = transfer.part
+        if point == "copy-out" and part.outs:
+            for out in part.outs:
+                store._slots[out.slot, : store.region.slot_bytes // 2] = 0x55
+            strike()
+        if point == "copy-in" and part.ins:
+            for _, block in part.ins:
+                store._layers[0][block] = 0
+            strike()
+
+    _at(HostStore, "_copy", half)
 
 
 class StandInCapturer(Capturer):

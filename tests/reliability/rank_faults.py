@@ -31,6 +31,9 @@ PROMPT = [5, 7, 9]
 TOKENS = 40
 STARTING = ("python", "joining", "verify", "loading", "cache")
 SERVING = ("idle", "plan", "step", "adapter")
+COPYING = ("copy-out", "copy-in")
+#: of an engine that copies: several full blocks
+LONG_PROMPT, COPY_SETTINGS = PROMPT * 14, {"host_cache_bytes": 8 << 20, "block_tokens": 8}
 #: what a culprit is called, by kind of accident
 WORDS = {
     "kill": r"rank {rank} was killed by signal 9",
@@ -94,6 +97,7 @@ def schedule(tensor: int, stages: int) -> list[Accident]:
             rank = (world - 1) * (number % 2 == (kind == "kill"))
             found.append(Accident(rank, point, kind))
     last = world - 1
+    found += [Accident(rank, point, "kill") for point in COPYING for rank in (0, last)]
     found += [
         Accident(0, "step", "stop"),
         Accident(last, "step", "fail"),
@@ -154,6 +158,8 @@ class RankRange(Strikes):
         self.rows.append(row)
         if accident.kind == "spin":  # no sign but its duration
             settings["step_timeout_s"] = 2
+        if accident.point in COPYING:
+            settings = {**COPY_SETTINGS, **settings}
         service = RankService(self.weights, tensor, stages, self._adapters, **settings)
         try:
             self._strike(service, accident, row)
@@ -168,6 +174,8 @@ class RankRange(Strikes):
         service.start("" if outside else f"{accident.rank}:{accident.point}:{accident.kind}")
         if accident.point == "end":
             return self._strike_at_the_end(service, accident, row)
+        if accident.point in COPYING:
+            return self._strike_while_copying(service, accident, row)
         answers: list[Answer] = []
         if accident.point in SERVING or accident.kind == "flip":
             service.wait("ready")
@@ -203,6 +211,45 @@ class RankRange(Strikes):
         back, _ = service.wait("ready", epoch=state.epoch + 1)
         row.back_s = back - at
         self.check_answer(service, row)
+
+    def _strike_while_copying(self, service: RankService, accident: Accident, row: Row) -> None:
+        """A kill in the middle of a copy. The next engine finds only whole blocks, and gives the same tokens.
+
+        Copies from the tier happen in the second engine, behind a kill of the first one between steps.
+        """
+
+        def ask() -> list[int]:
+            answer = service.submit(LONG_PROMPT, 8)
+            assert answer.done.wait(20) and not answer.error, f"no answer: {answer.error}"
+            return answer.tokens
+
+        service.wait("ready")
+        wanted, epoch = ask(), 1
+        if accident.point == "copy-in":
+            time.sleep(1.0)  # an idle engine copies what waits
+            os.kill(service.pids()[0], signal.SIGKILL)
+            service.wait("ready", epoch=2)
+            answers, epoch = [service.submit(LONG_PROMPT, 8)], 2
+        else:
+            answers = []
+        struck = service.struck_at()
+        at, state = service.wait("down", epoch=epoch)
+        row.named_s, row.cause = at - struck, state.detail
+        if row.named_s > NAMED_S + SLACK_S:
+            row.complaint = f"named after {row.named_s:.1f} s"
+        if not re.match(WORDS[accident.kind].format(rank=accident.rank), state.detail):
+            row.complaint = "another is named"
+        self.check_ends(answers, state.detail, row)
+        back, _ = service.wait("ready", epoch=epoch + 1)
+        row.back_s = back - at
+        if ask() != wanted or ask() != wanted:
+            row.complaint = "other tokens after it"
+        time.sleep(1.5)  # a heartbeat later
+        metrics = service.metrics()
+        if metrics["host_faults"]:
+            row.complaint = "a block that was half written is found"
+        if accident.point == "copy-in" and not metrics['cached_prompt_tokens{tier="host"}']:
+            row.complaint = "no block came from the host tier"
 
     def _strike_at_the_end(self, service: RankService, accident: Accident, row: Row) -> None:
         """The supervisor is asked to end; it does, with all ranks, although one of them cannot."""

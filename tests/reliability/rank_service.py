@@ -166,6 +166,13 @@ class RankService:
         self.link.submit(self.link.reserve(), [m.SequenceRequest(data, params, adapter)], answer.take)
         return answer
 
+    def metrics(self) -> dict[str, float]:
+        """Return those of the last heartbeat."""
+        assert self.link is not None
+        beat = self.link.beat()
+        assert beat is not None, "no engine runs"
+        return beat.metrics
+
     def pids(self) -> list[int]:
         """Return the pids of the living ranks in rank order."""
         found = {}

@@ -22,6 +22,8 @@ SHORT = [
     (1, 2, Accident(1, "step", "hang")),
     (2, 1, Accident(1, "step", "spin")),
     (2, 2, Accident(0, "loading", "stop")),
+    (2, 1, Accident(1, "copy-out", "kill")),
+    (1, 2, Accident(0, "copy-in", "kill")),
     (2, 2, Accident(3, "disagree", "torch")),
 ]
 #: with SHORT, every phase, and each rank of four at least once
