@@ -312,10 +312,10 @@ class HostTier:
 
     def metrics(self) -> dict[str, float]:
         """Return values for the heartbeat by name."""
-        slots = self.slots
+        slots, exists = self.slots, not self.memory.is_off
         return {
-            'host_blocks{state="cached"}': slots.num_blocks - slots.num_free,
-            'host_blocks{state="free"}': slots.num_free,
+            'host_blocks{state="cached"}': exists * (slots.num_blocks - slots.num_free),
+            'host_blocks{state="free"}': exists * slots.num_free,
             "host_evicted_blocks": slots.evictions,
             "host_faults": self.faults,
         }

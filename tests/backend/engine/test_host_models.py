@@ -29,6 +29,9 @@ SIZE = 8 << 20
 #: families that run each time: learned positions, rotary ones with grouped heads, ALiBi, one kv head, windows
 USUAL = ("gpt2", "llama", "bloom", "falcon", "gemma2")
 
+#: the same, of several ranks
+RANKED = ("gpt2", "llama", "bloom")
+
 
 @pytest.fixture
 def memory() -> Iterator[int]:
@@ -80,6 +83,7 @@ def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory
             logits = np.stack(other.logits)
             assert np.abs(np.stack(one.logits) - logits).max() < 2 * fp32_bound(logits)
     assert tier.tokens > 0 and tier.faults == 0 and offline.scheduler.cache.index.evictions > 0
+    assert offline.scheduler.counters.preemptions > 0
     flush(offline)
     assert tier.slots.num_available == tier.slots.num_blocks
     blocks = {key: slot for key, slot in tier.slots._blocks.items()}
@@ -108,7 +112,10 @@ def test_blocks_of_eight_bits_come_back_with_their_scales(make, format: str, mem
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize(
+    "family",
+    [name if name in RANKED else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
+)
 def test_all_ranks_keep_their_parts_of_the_same_blocks(
     family: str, tensor: int, stages: int, tmp_path: Path
 ) -> None:
@@ -240,6 +247,7 @@ def test_log_probabilities_are_the_same_bits_where_the_engine_is_batch_invariant
     for _ in range(3):
         assert [one.log_probs for one in offline.generate(prompts, wants)] == alone
     assert tier.tokens > 0 and tier.faults == 0 and offline.scheduler.cache.index.evictions > 0
+    assert offline.scheduler.counters.preemptions > 0
     flush(offline)
     after = small_engine(model, memory, blocks=6, **sizes)
     tier = tier_of(after)

@@ -334,6 +334,11 @@ def test_copies_end_where_a_rank_fails_to_pin_the_rest() -> None:
     run.finish()
     assert run.tier.memory.is_off and not run.tier._fetches
     assert run.tokens[2, 0] == expected(LONG, 2) and computed(run) > 4
+    assert (
+        run.tier.metrics()['host_blocks{state="free"}']
+        == 0
+        == run.tier.metrics()['host_blocks{state="cached"}']
+    )
     filled = dict(run.memory.filled)
     ask(run, 3, [9] * 12)
     assert run.memory.filled == filled, "nothing is copied any more"
