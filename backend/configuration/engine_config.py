@@ -132,6 +132,11 @@ class EngineConfig:
     max_stop_word_tokens: int = setting(1024, "token ids in all stop words of a sequence", _SOME)
     max_logits_bytes: int = setting(256 << 20, "bytes of the logits that one request returns", _SOME)
     max_grammar_bytes: int = setting(256 << 10, "bytes of the schema or grammar that an answer obeys", _SOME)
+    grammar_cpu_ms: float = setting(
+        150.0,
+        "CPU time for the compilation of a grammar; milliseconds",
+        Accepted("more than 0 milliseconds", lambda value: value > 0),
+    )
     mask_cpu_ms: float = setting(
         20.0,
         "CPU time for the mask of one token of an answer that obeys a grammar; milliseconds",

@@ -194,6 +194,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
     loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
     link.ready()
+    scheduler.grammars.start()
     engine.pin_host_memory(doors.wake)
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
     try:

@@ -203,6 +203,7 @@ class DecodeLoop:
         status.free_blocks, status.total_blocks = index.num_available, index.num_blocks
         status.metrics = {
             **asdict(scheduler.counters),
+            **scheduler.grammars.counts.metrics(),
             "requests_waiting": scheduler.num_waiting,
             "sequences_running": scheduler.num_running,
             "sessions": len(scheduler.sessions),

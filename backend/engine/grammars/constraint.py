@@ -60,7 +60,7 @@ class Constraint:
         if self.error is None and taken > cpu_limit_s:
             found = f"structured_output: the mask of one token took {1e3 * taken:.1f} ms of CPU time"
             wanted = f"{1e3 * cpu_limit_s:g} (mask_cpu_ms in config.pbtxt)"
-            self.error = GrammarFault(f"{found}; this model accepts {wanted}")
+            self.error = GrammarFault(f"{found}; this model accepts {wanted}", "time")
 
     def _fill(self) -> None:
         self.matcher.fill(self.mask)

@@ -58,11 +58,13 @@ class _Words:
 
 
 class Guidance:
-    """A GrammarCompiler. encode: tokenises a text. threads: those that compute masks together."""
+    """A GrammarCompiler. encode: tokenises a text. threads: those that compute masks together; 0: none, and
+    `advance` must not be called.
+    """
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[bytes], list[int]], threads: int = 1):
         """Takes about 0.2 s for 50,000 tokens. vocabulary: with at least one end id."""
-        self._executor = LLExecutor(threads)
+        self._executor = LLExecutor(threads) if threads else None
         self._vocabulary = vocabulary
         self._tokenizer = LLTokenizer(
             _Words(vocabulary, encode),  # type: ignore[arg-type]  # it looks at the attributes
@@ -90,6 +92,7 @@ class Guidance:
         self, matchers: list[GuidanceMatcher], tokens: list[int], masks: np.ndarray
     ) -> list[GrammarFault | None]:
         """GrammarCompiler.advance."""
+        assert self._executor is not None
         inner = [matcher.inner for matcher in matchers]
         self._executor.consume_token_par(list(zip(inner, tokens)))
         places = [(one, i) for i, one in enumerate(inner)]
@@ -129,7 +132,7 @@ class GuidanceMatcher:
     def fault(self) -> GrammarFault:
         """Return the error of a matcher that has one."""
         return GrammarFault(
-            f"structured_output: the answer cannot obey it: {_meaning(self.inner.get_error())}"
+            f"structured_output: the answer cannot obey it: {_meaning(self.inner.get_error())}", "answer"
         )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.engine.grammars.service import Grammars
+from tridecode.backend.engine.grammars.checker import GrammarChecker
+from tridecode.backend.engine.grammars.service import CONNECTIONS, Grammars
 from tridecode.backend.engine.grammars.vocabulary import read_vocabulary
 
 log = logging.getLogger("tridecode.engine")
@@ -16,11 +17,16 @@ _MOST_THREADS = 8
 
 
 def load_grammars(
-    folder: Path | None, vocab_size: int, end_ids: Items[int], mask_cpu_ms: float = 20.0
+    folder: Path | None,
+    vocab_size: int,
+    end_ids: Items[int],
+    mask_cpu_ms: float = 20.0,
+    grammar_cpu_ms: float = 150.0,
 ) -> Grammars:
     """Return the grammars of an engine; without a usable tokenizer all are refused with the reason.
 
-    folder: of tokenizer.json. vocab_size, end_ids: of the model; ids of -1 do not count.
+    folder: of tokenizer.json. vocab_size, end_ids: of the model; ids of -1 do not count. mask_cpu_ms,
+    grammar_cpu_ms: see EngineConfig.
     """
     if folder is None or not (folder / "tokenizer.json").is_file():
         return Grammars(fault="no model of this engine's repository names a tokenizer (tokenizer_dir)")
@@ -39,4 +45,5 @@ def load_grammars(
     except Exception as error:  # of the library
         log.warning("no answer can obey a grammar: %s", error)
         return Grammars(fault=f"its tokenizer cannot be used for grammars: {error}")
-    return Grammars(compiler, vocab_size, vocabulary.end_ids, mask_cpu_ms / 1e3, threads)
+    checker = GrammarChecker(folder, vocab_size, vocabulary.end_ids, grammar_cpu_ms, CONNECTIONS)
+    return Grammars(compiler, vocab_size, vocabulary.end_ids, mask_cpu_ms / 1e3, threads, checker=checker)

@@ -12,7 +12,14 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 
 class GrammarFault(RequestError):
-    """A grammar that does not parse, is not supported, exceeds a limit, or allows no token."""
+    """A grammar that does not parse, is not supported, exceeds a limit, or allows no token.
+
+    reason: one of counts.REASONS.
+    """
+
+    def __init__(self, text: str, reason: str = "refused"):
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)

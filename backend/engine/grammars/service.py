@@ -1,16 +1,16 @@
 """Compiles grammars and computes masks on threads of their own. No torch.
 
 The loop's thread calls everything except the bodies of jobs. A group waits outside the planner's queue while
-its grammar is compiled, as it does for an adapter.
+its grammar is compiled, as it does for an adapter. One thread compiles what takes little time, and leaves the
+rest to another one, so that everyday schemas do not wait for large ones; a third begins answers whose grammar
+is known.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -20,18 +20,22 @@ from typing import Any
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.grammars.cache import GrammarCache
+from tridecode.backend.engine.grammars.checker import GrammarChecker
 from tridecode.backend.engine.grammars.constraint import Constraint
-from tridecode.backend.engine.grammars.matcher import GrammarCompiler, TokenMatcher
+from tridecode.backend.engine.grammars.counts import GrammarCounts
+from tridecode.backend.engine.grammars.matcher import GrammarCompiler, GrammarFault, TokenMatcher
 from tridecode.backend.wire.structured_output import StructuredOutput
 
 log = logging.getLogger("tridecode.engine")
 
 _Job = tuple[Any, int]  # a sequence with a constraint, and its newest token
 
-#: compiled grammars that are kept, and the bytes of their texts
-CACHED_GRAMMARS, CACHED_BYTES = 64, 4 << 20
-#: threads that compile; one more grammar waits
-COMPILE_THREADS = 2
+#: the threads that compile, by their connection to the checker
+_QUICK, _SLOW = 0, 1
+CONNECTIONS = 2
+#: CPU time that the first of them gives to a grammar
+QUICK_CPU_MS = 20.0
 #: masks that the library computes in one call, so that the first of many do not wait for the last
 MOST_TOGETHER = 64
 #: masks of a sequence that are computed alone, and timed, after a call that took longer than one mask may
@@ -53,11 +57,14 @@ class Start:
 
 @dataclass
 class _Compilation:
-    """A group that waits for its grammar. error, constraints: the result, in the order of `starts`."""
+    """A group that waits for its grammar. matcher: of a grammar that was compiled before. error, constraints:
+    the result, in the order of `starts`.
+    """
 
     group: Any
     output: StructuredOutput
     starts: list[Start]
+    matcher: TokenMatcher | None = None
     error: TridecodeError | None = None
     constraints: list[Constraint] | None = None
 
@@ -65,8 +72,8 @@ class _Compilation:
 class Grammars:
     """Grammars of one engine. fault: why it cannot compile any; "": it can.
 
-    mask_cpu_s: limit of the thread CPU time of one mask. on_ready: called by a worker when a grammar is
-    compiled.
+    mask_cpu_s: limit of the thread CPU time of one mask. checker: compiles each grammar first; None: grammars
+    are trusted. on_ready: called by a worker when a grammar is compiled.
     """
 
     def __init__(
@@ -77,23 +84,27 @@ class Grammars:
         mask_cpu_s: float = 0.02,
         mask_threads: int = 1,
         fault: str = "this engine has no tokenizer",
+        checker: GrammarChecker | None = None,
     ):
         self._compiler, self.fault = compiler, "" if compiler is not None else fault
         self._words, self._end_ids = -(-vocab_size // 32), list(end_ids)
         self._mask_cpu_s = mask_cpu_s
         self.on_ready: Callable[[], None] = lambda: None
-        self._cache: OrderedDict[bytes, tuple[TokenMatcher, int]] = OrderedDict()
-        self._cached_bytes = 0
-        self._lock = threading.Lock()  # of the cache
+        self.counts = GrammarCounts()
+        self._checker, self._cache = checker, GrammarCache()
         self._waiting: dict[int, _Compilation] = {}  # by id() of the group
         self._compiled: SimpleQueue[_Compilation] = SimpleQueue()
-        self._compilations: SimpleQueue[_Compilation | None] = SimpleQueue()
+        self._known: SimpleQueue[_Compilation | None] = SimpleQueue()
+        self._quick: SimpleQueue[_Compilation | None] = SimpleQueue()
+        self._slow: SimpleQueue[_Compilation | None] = SimpleQueue()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._timed_jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
         self._outstanding = 0
         self._num_threads = {
-            self._compile: COMPILE_THREADS,
+            self._begin_known: 1,
+            self._compile_quick: 1,
+            self._compile_slow: 1,
             self._fill_timed: min(mask_threads, 2),
             self._fill_together: 1,
         }
@@ -115,7 +126,23 @@ class Grammars:
         """Begin to compile the grammar of a group; `take_ready` returns the group."""
         self._start_threads()
         found = self._waiting[id(group)] = _Compilation(group, output, starts)
-        self._compilations.put(found)
+        try:
+            found.matcher = self._cache.get(self._cache.key(output))
+        except GrammarFault as fault:
+            found.error = fault
+            self._compiled.put(found)
+            return
+        self.counts.hits += found.matcher is not None
+        (self._quick if found.matcher is None else self._known).put(found)
+
+    def start(self) -> None:
+        """Start the processes of the checker, so that the first grammar does not wait for them."""
+        if self._checker is None:
+            return
+        try:
+            self._checker.start()
+        except TridecodeError as error:  # the first grammar fails with it
+            log.warning("%s", error)
 
     def release(self, group: Any) -> None:
         """Forget a group that has ended."""
@@ -136,6 +163,8 @@ class Grammars:
             del self._waiting[id(found.group)]
             for start, constraint in zip(found.starts, found.constraints or ()):
                 start.sequence.constraint = constraint
+            if found.error is not None:
+                self.counts.fail(found.error)
             ready.append((found.group, found.error))
 
     # ------------------------------------------------------------ masks
@@ -162,17 +191,20 @@ class Grammars:
             except Empty:
                 break
             self._outstanding -= 1
+            self.counts.masks += 1
             sequence.constraint.ready = True
             found.append(sequence)
         return found
 
     def close(self) -> None:
-        """End the threads, after their current jobs."""
+        """End the threads, after their current jobs, and the processes of the checker."""
+        for one in (self._known, self._quick, self._slow, self._jobs):
+            one.put(None)
         for _ in self._threads:
-            self._compilations.put(None)
             self._timed_jobs.put(None)
-        self._jobs.put(None)
         self._threads = []
+        if self._checker is not None:
+            self._checker.close()
 
     # ------------------------------------------------------------ threads
 
@@ -223,21 +255,45 @@ class Grammars:
             constraint.timed -= 1
             self._done.put(sequence)
 
-    def _compile(self) -> None:
-        while (found := self._compilations.get()) is not None:
-            if self._waiting.get(id(found.group)) is not found:
-                continue  # cancelled
-            try:
-                matcher = self._matcher(found.output)
-                found.constraints = [self._started(matcher, start) for start in found.starts]
-                found.error = next((one.error for one in found.constraints if one.error is not None), None)
-            except TridecodeError as error:
-                found.error = error
-            except BaseException as error:  # also a panic of the library: it ends only this request
-                log.exception("a grammar could not be compiled")
-                found.error = TridecodeError(f"the grammar could not be compiled: {type(error).__name__}")
-            self._compiled.put(found)
-            self.on_ready()
+    def _begin_known(self) -> None:
+        while (found := self._known.get()) is not None:
+            self._work(found, lambda known: known.matcher)
+
+    def _compile_quick(self) -> None:
+        while (found := self._quick.get()) is not None:
+            self._work(found, self._try_quickly)
+
+    def _compile_slow(self) -> None:
+        while (found := self._slow.get()) is not None:
+            self._work(found, lambda wanted: self._matcher(wanted.output, _SLOW))
+
+    def _work(self, found: _Compilation, matcher_of: Callable[[_Compilation], TokenMatcher | None]) -> None:
+        """Give a compilation its result; without effect where matcher_of returns None."""
+        if self._waiting.get(id(found.group)) is not found:
+            return  # cancelled
+        try:
+            matcher = matcher_of(found)
+            if matcher is None:
+                return
+            found.constraints = [self._started(matcher, start) for start in found.starts]
+            found.error = next((one.error for one in found.constraints if one.error is not None), None)
+        except TridecodeError as error:
+            found.error = error
+        except BaseException as error:  # also a panic of the library: it ends only this request
+            log.exception("a grammar could not be compiled")
+            found.error = TridecodeError(f"the grammar could not be compiled: {type(error).__name__}")
+        self._compiled.put(found)
+        self.on_ready()
+
+    def _try_quickly(self, found: _Compilation) -> TokenMatcher | None:
+        """Compile a grammar that takes little time; leave another one to the slow thread, and return None."""
+        try:
+            return self._matcher(found.output, _QUICK, QUICK_CPU_MS)
+        except GrammarFault as fault:
+            if fault.reason != "time":
+                raise
+        self._slow.put(found)
+        return None
 
     def _started(self, matcher: TokenMatcher, start: Start) -> Constraint:
         constraint = Constraint(matcher.copy(), self._words, self._end_ids, start.ends, start.allowed)
@@ -245,22 +301,23 @@ class Grammars:
         constraint.ready = True
         return constraint
 
-    def _matcher(self, output: StructuredOutput) -> TokenMatcher:
-        """Return the compiled grammar, from the cache if it is there."""
+    def _matcher(
+        self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
+    ) -> TokenMatcher:
+        """Return the compiled grammar, from the cache if it is there. connection, cpu_ms: of the checker."""
         assert self._compiler is not None
-        key = hashlib.sha256(f"{output.kind}\0{output.text}".encode()).digest()
-        with self._lock:
-            known = self._cache.get(key)
-            if known is not None:
-                self._cache.move_to_end(key)
-                return known[0]
-        matcher = self._compiler.compile(output)
-        size = len(output.text)
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = matcher, size
-                self._cached_bytes += size
-            while len(self._cache) > CACHED_GRAMMARS or self._cached_bytes > CACHED_BYTES:
-                _, (_, old) = self._cache.popitem(last=False)
-                self._cached_bytes -= old
+        key, begun = self._cache.key(output), time.monotonic()
+        known = self._cache.get(key)
+        if known is not None:
+            return known
+        try:
+            if self._checker is not None:
+                self._checker.check(output, connection, cpu_ms)
+            matcher = self._compiler.compile(output)
+        except GrammarFault as fault:
+            if fault.reason in ("time", "memory") and cpu_ms is None:
+                self._cache.refuse(key, fault)
+            raise
+        self.counts.add_compiled(time.monotonic() - begun)
+        self._cache.put(key, matcher, len(output.text))
         return matcher

@@ -71,6 +71,7 @@ class MaskedRows:
                 masks.append(constraint.mask)
             else:
                 plan.missed.append(row)
+                self._grammars.counts.late_masks += 1
                 self._planner.miss(sequence)
         return rows, np.stack(masks) if masks else np.zeros((0, 0), np.int32)
 
@@ -80,6 +81,7 @@ class MaskedRows:
         if constraint is None or sequence.stage is Stage.ENDED:
             return
         if constraint.error is not None:
+            self._grammars.counts.fail(constraint.error)
             self._requests.end(sequence, Finish.ERROR, constraint.error)
         elif constraint.is_over:
             self._requests.end(sequence, Finish.END_ID)

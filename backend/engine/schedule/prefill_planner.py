@@ -151,8 +151,10 @@ class PrefillPlanner:
     def _attempt(self, sequence: Sequence, warm: bool) -> Admission:
         """Give a sequence a slot and blocks if possible. warm: see WaitingQueue.admit."""
         # a preempted sequence waits for its tokens in flight: they are part of what is computed again
-        if sequence.in_flight or not sequence.may_continue or not self._prompts.fits(sequence.group):
+        if sequence.in_flight or not self._prompts.fits(sequence.group):
             return Admission.NO_SLOT
+        if not sequence.may_continue:
+            return Admission.COMING
         group, shift = sequence.group, self._shift(sequence)
         if group.search is not None:
             return self._beams.admit(group, shift, warm)

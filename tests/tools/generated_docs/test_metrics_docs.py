@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine import loop
+from tridecode.backend.engine.grammars.counts import GrammarCounts
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.parts import shadow
@@ -35,7 +36,10 @@ def test_every_value_of_the_heartbeat_has_a_metric():
     block = re.search(r"status\.metrics = \{(.*?)\n        \}", sources[0], re.DOTALL)
     parts = [
         block[1],
-        *map(inspect.getsource, (DecodeLoop._cached_tokens, HostTier.metrics, Learning.metrics)),
+        *map(
+            inspect.getsource,
+            (DecodeLoop._cached_tokens, HostTier.metrics, Learning.metrics, GrammarCounts.metrics),
+        ),
     ]
     for part in parts:
         names |= set(re.findall(r'"(\w+)":', part)) | set(re.findall(r"'(\w+)\{", part))
