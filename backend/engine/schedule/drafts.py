@@ -157,7 +157,7 @@ class DraftPlanner:
                 sequence.draft_record.ahead = 0
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
         budget = limits.max_sequences - len(rows)
-        if limits.long_prompt_tokens or budget <= 0 or not learning.may_draft(len(rows)):
+        if not rows or limits.long_prompt_tokens or budget <= 0 or not learning.may_draft(len(rows)):
             return
         sequences = [plan.sequences[row] for row in rows]
         counts = learning.plan_ahead(sequences, [self._most(one, budget) for one in sequences])

@@ -9,25 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as with_fields
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.test_adapters import ADAPTERS, engine_over, written
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import counted, learning_of
+from tests.backend.engine.test_resumption import check_equal, finish, moved, submitted
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import bloom, gpt2, llama
-from tests.checkpoints import FAMILIES, save, tiny_tokenizer
+from tests.checkpoints import FAMILIES, greedy, save, tiny_tokenizer
+from tests.lora_adapters import make_adapter
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device import preparation
 from tridecode.backend.engine.device.drafters.draft_loading import check_draft_tokenizer
 from tridecode.backend.engine.device.memory import plan_rank
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.models import read_model_config
-from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 NEW = 40
 LONGER = {**SIZES, "max_sequence_tokens": 64}
+CHUNKED = {**SIZES, "max_sequences": 12, "max_step_tokens": 12, "max_sequence_tokens": 64}
 LENGTHS = [5, 11, 1, 8, 17]
 
 
@@ -80,6 +86,16 @@ def test_the_target_as_its_own_draft_model_is_always_right(depth: int, sampled: 
     learning = learning_of(offline)
     assert learning.drafted["draft"] > 50
     assert learning.accepted["draft"] >= learning.drafted["draft"] - 2, "but for logits equal within rounding"
+
+
+def test_a_prompt_of_several_steps_is_read_by_the_draft_model() -> None:
+    model = llama()
+    prompts = prompts_of([30, 17], model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, 20)[0] for prompt in prompts]
+    offline = drafting(model, model, **CHUNKED)
+    assert [one.tokens for one in generate(offline, prompts, SamplingParams(max_tokens=20), 2)] == wanted
+    learning = learning_of(offline)
+    assert learning.accepted["draft"] >= learning.drafted["draft"] - 2 > 10
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -193,6 +209,40 @@ def test_drafts_that_cost_more_than_they_yield_are_not_computed() -> None:
     wanted = hf_greedy(model, prompts[0], 50)[0]
     assert generate(offline, prompts, SamplingParams(max_tokens=50), 2)[0].tokens == wanted
     assert learning.drafted["draft"] < 40
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_another_engine_continues_with_drafts_and_the_same_tokens(steps: int, sampled: bool, monkeypatch):
+    monkeypatch.setattr(preparation, "measured_costs", lambda engine, most_queries: None)
+    model = gpt2()
+    prompts = prompts_of([5, 9, 7], model.config.vocab_size)
+    params = SamplingParams(max_tokens=20, return_log_probs=True, seed=3)
+    if sampled:
+        params = with_fields(params, temperature=1.1, top_k=0, presence_penalty=0.5)
+    asked = [[SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)] for prompt in prompts]
+    plain = finish(*submitted(model, asked, **SIZES))
+    check_equal(moved(model, asked, steps, speculation="draft", draft=like(model), **SIZES), plain)
+
+
+def test_adapters_change_the_target_alone(tmp_path: Path) -> None:
+    model = FAMILIES["gpt2"]()
+    folder = written(model, tmp_path)
+    models = {"": model}
+    for name, settings in ADAPTERS.items():
+        models[name] = make_adapter(model, tmp_path / "adapters" / name, **settings)
+    sizes = dict(max_sequences=24, max_step_tokens=48, speculation="draft", draft_path=str(folder))
+    offline = engine_over(folder, tmp_path / "adapters", **sizes)
+    offline.engine.on_logits = None
+    learning_of(offline).policy.costs = None
+    prompts = prompts_of([9, 4], model.config.vocab_size)
+    asked = [(name, prompt) for prompt in prompts for name in models]
+    numbers = [offline.submit(prompt, SamplingParams(max_tokens=20), name) for name, prompt in asked]
+    offline.run()
+    for (name, prompt), number in zip(asked, numbers):
+        assert offline.generations[number].tokens == greedy(models[name], prompt, 20)[0], name
+    offline.engine.close()
+    assert learning_of(offline).accepted["draft"] > 20
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.engine.toy_device import VOCAB, Run, expected, limits, next_token
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.schedule.sequence import Sequence
-from tridecode.backend.engine.step.plan import MOST_QUERIES
+from tridecode.backend.engine.speculation.depth import DepthPolicy
+from tridecode.backend.engine.speculation.learning import Learning
+from tridecode.backend.engine.speculation.records import DRAFT_MODEL
+from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 from tridecode.kernels import operands
 
 
@@ -57,10 +61,45 @@ class HostDrafter:
         return np.array(drafts, np.int32)
 
 
-def drafting_run(seed: int, overlap: bool | str, on_host: bool, **changes) -> Run:
+class PlannedDrafts:
+    """Checks the parts that let a planned drafter draft: its cache writes go to blocks of the row alone."""
+
+    def __init__(self, run: Run):
+        self.run, self.plan, self.rows = run, run.scheduler.plan, 0
+        run.scheduler.plan = self.checked  # type: ignore[method-assign]
+
+    def checked(self) -> StepPlan | None:
+        plan = self.plan()
+        part = None if plan is None else plan.part(Drafting)
+        if plan is None or part is None:
+            return plan
+        assert 1 <= part.count <= MOST_QUERIES - 1
+        cache, size = self.run.scheduler.cache, self.run.device.limits.block_tokens
+        for row in part.rows.tolist():
+            sequence, slot = plan.sequences[row], plan.slots.item(row)
+            most = cache.lengths.item(slot) + part.count  # tokens, if every token of the row is kept
+            assert most <= self.run.device.limits.max_sequence_tokens
+            first, columns = sequence.num_known // size, -(-most // size)  # of the newest token, at least
+            assert plan.block_tables[row, first:columns].tolist() == sequence.blocks[first:columns]
+            for block in sequence.blocks[first:columns]:
+                assert cache.index.users(block) == 1, "a block that drafts are written to is shared"
+            assert 1 <= sequence.draft_record.ahead <= part.count
+            self.rows += 1
+        return plan
+
+
+def drafting_run(seed: int, overlap: bool | str, on_host: bool | str, **changes) -> Run:
+    """on_host "planned": on the device, by a planned drafter."""
     run, random = Run(limits(**changes), overlap), np.random.default_rng(seed)
-    if on_host:
+    if on_host is True:
         run.scheduler.planner.use_drafter(HostDrafter(random))
+    elif on_host == "planned":
+        drafter = DeviceDrafter(random)
+        learning = Learning(
+            DepthPolicy(None, int(random.integers(1, MOST_QUERIES))), None, planned=DRAFT_MODEL
+        )
+        run.scheduler.planner.use_drafter(drafter, learning)
+        run.device.propose, run.planned = drafter.propose, PlannedDrafts(run)  # type: ignore[attr-defined]
     else:
         drafter = DeviceDrafter(random)
         run.scheduler.planner.use_drafter(drafter)
@@ -70,6 +109,7 @@ def drafting_run(seed: int, overlap: bool | str, on_host: bool, **changes) -> Ru
 
 def kinds() -> pytest.MarkDecorator:
     every = [(False, False), (True, False), (False, True), (True, True), ("stages", True)]
+    every += [(False, "planned"), (True, "planned")]
     return pytest.mark.parametrize(("overlap", "on_host"), every)
 
 
@@ -86,7 +126,8 @@ def test_rows_of_several_tokens_give_the_tokens_of_one_a_step(overlap, on_host: 
         steps += 1
     for request, prompt in prompts.items():
         assert run.tokens[request, 0] == expected(prompt, 20, seed=request)
-    assert steps < 40
+    assert steps < (60 if on_host == "planned" else 40)
+    assert on_host != "planned" or run.planned.rows > 20
     run.finish()
 
 
@@ -108,9 +149,8 @@ def test_rows_are_placed_by_the_device_while_the_step_before_is_in_flight():
 @given(st.data())
 def test_any_load_with_drafts_equals_one_token_a_step(data):
     """Few blocks, so that sequences are preempted with rows in flight; end ids, forks and cancellations."""
-    overlap, on_host = data.draw(
-        st.sampled_from([(False, False), (True, False), (True, True), ("stages", True)])
-    )
+    every = [(False, False), (True, False), (True, True), ("stages", True)]
+    overlap, on_host = data.draw(st.sampled_from([*every, (False, "planned"), (True, "planned")]))
     slots = data.draw(st.integers(2, 12))
     run = drafting_run(
         data.draw(st.integers(0, 999)), overlap, on_host, max_sequences=slots, max_step_tokens=slots + 8,
@@ -137,9 +177,10 @@ def test_any_load_with_drafts_equals_one_token_a_step(data):
             assert run.tokens[key] == tokens
 
 
+@pytest.mark.parametrize("on_host", [True, "planned"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_fork_of_a_drafting_sequence_shares_no_block_that_is_written(overlap: bool):
-    run = drafting_run(5, overlap, True, max_sequences=16, max_step_tokens=32, num_blocks=40)
+def test_a_fork_of_a_drafting_sequence_shares_no_block_that_is_written(overlap: bool, on_host):
+    run = drafting_run(5, overlap, on_host, max_sequences=16, max_step_tokens=32, num_blocks=40)
     run.submit(0, [9, 1, 1], max_tokens=18)
     for _ in range(4):
         run.step()
