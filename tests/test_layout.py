@@ -61,6 +61,7 @@ ALLOWED = {
     },
     "backend.weights": set(),
     "backend.weights.layout": {"backend.base"},
+    "backend.weights.draft_files": {"backend.base", "backend.configuration.model_config"},
     "backend.weights.pieces": set(),
     "backend.weights.directory_files": {"backend.weights.layout"},
     "backend.weights.quantization": {"backend.weights.layout"},

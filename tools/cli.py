@@ -30,6 +30,7 @@ from tridecode.tools.evaluate.prompt_command import evaluate_prompts
 from tridecode.tools.help_groups import GroupedCommand
 from tridecode.tools.serve.command import serve, tritonserver
 from tridecode.tools.serve.front_command import front
+from tridecode.tools.train_draft.command import train_draft
 
 #: errors of the operating system that the user can fix; any other is a defect
 _FIXABLE = {
@@ -126,6 +127,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(batch)
 app.command("send-request")(send_request)
+app.command("train-draft", cls=GroupedCommand)(train_draft)
 app.command()(check)
 app.command()(doctor)
 app.command("evaluate-lambada")(evaluate_lambada)

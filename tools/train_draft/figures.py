@@ -1,0 +1,38 @@
+"""Tokens per step on held-back texts: what a drafter's drafts would have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tridecode.tools.train_draft.texts import Text
+
+
+def tokens_per_step(drafted: Iterable[tuple[Text, Tensor]], depth: int) -> list[float]:
+    """Return the mean number of tokens of a step with 1, 2, … `depth` drafts, over all texts.
+
+    drafted: texts, each with the drafts (n, depth) behind each newest token of its answer, from its first
+    token to the last but one. A step keeps the drafts that equal the text up to the first that differs, and
+    adds one token of its own. The first token of an answer, which the prompt's step makes, is not counted.
+    """
+    tokens, steps = 0, [0] * depth
+    for text, drafts in drafted:
+        accepted = _accepted(drafts, text)
+        tokens += len(accepted)
+        for most in range(1, depth + 1):
+            place = 0
+            while place < len(accepted):
+                place += min(accepted[place], most) + 1
+                steps[most - 1] += 1
+    return [tokens / count for count in steps]
+
+
+def _accepted(drafts: Tensor, text: Text) -> list[int]:
+    """Return how many leading drafts of each row equal the text."""
+    ids = torch.from_numpy(text.ids).long()
+    newest = torch.arange(text.prompt, len(ids) - 1)
+    wanted = newest[:, None] + torch.arange(1, drafts.shape[1] + 1)
+    following = torch.where(wanted < len(ids), ids[wanted.clamp(max=len(ids) - 1)], -1)
+    return (drafts == following).int().cumprod(1).sum(1).tolist()

@@ -1,0 +1,148 @@
+"""A small draft model: some layers of the target between its own embedding and head, trained on its texts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from transformers import PreTrainedModel
+
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.converters.sources import Checkpoint
+from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer, save_tokenizer
+from tridecode.tools.progress import counter
+from tridecode.tools.train_draft.texts import Text
+from tridecode.tools.train_draft.training import CLIP, Plan, autocast, rate_at
+
+_ROWS = 512  # positions whose logits are computed together
+
+
+def cut_model(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
+    """Return transformers' model of a checkpoint with only `layers` of its layers, in float32: its first ones
+    and its last one. Embedding and head are those of the checkpoint and do not learn.
+
+    Raises CheckpointError or UnsupportedError for a model without a list of layers, or with fewer of them.
+    """
+    model = checkpoint.reference_model(torch.float32)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{checkpoint.path}: transformers has no model for it; wanted --kind heads")
+    count = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
+    if len(found) != 1 or layers >= count:
+        raise UnsupportedError(
+            f"{checkpoint.path} has {count} layers in {len(found)} lists; wanted one list of more than "
+            f"--layers {layers}"
+        )
+    name, module = found[0]
+    kept = sorted({*range(layers - 1), count - 1})
+    parent = model.get_submodule(name.rpartition(".")[0])
+    setattr(parent, name.rpartition(".")[2], torch.nn.ModuleList([module[index] for index in kept]))
+    _renumber(model, kept, count)
+    for one in (model.get_input_embeddings(), model.get_output_embeddings()):
+        one.requires_grad_(False)
+    return model.train(False)
+
+
+def _renumber(model: PreTrainedModel, kept: list[int], count: int) -> None:
+    """Give the layers their new numbers, and cut the lists of the config that have an entry per layer."""
+    config = model.config
+    for name, value in list(config.to_dict().items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(config, name, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+    numbers = {index: number for number, index in enumerate(kept)}
+    for module in model.modules():
+        for name in ("layer_idx", "layer_id"):
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, numbers[getattr(module, name)])
+
+
+def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, device: torch.device) -> None:
+    """Train a model in place on the answers of the texts. plan.batch: positions of a step, about."""
+    torch.manual_seed(plan.seed)
+    model.to(device)
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad], lr=plan.rate, weight_decay=0.01
+    )
+    groups = _groups([len(text.ids) for text in texts], plan.batch)
+    steps, order = len(groups) * plan.epochs, np.random.default_rng(plan.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    with counter("training, steps", steps) as show:
+        for step in range(steps):
+            if step % len(groups) == 0:
+                shuffled = order.permutation(len(groups))
+            part = [texts[index] for index in groups[shuffled[step % len(groups)]]]
+            _step(model, part, device)
+            clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            show(step + 1)
+
+
+def _groups(lengths: list[int], tokens: int) -> list[list[int]]:
+    """Return groups of texts of about `tokens` tokens with similar lengths."""
+    groups: list[list[int]] = [[]]
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if groups[-1] and lengths[index] * (len(groups[-1]) + 1) > tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def _step(model: PreTrainedModel, texts: list[Text], device: torch.device) -> None:
+    """Add the gradients of a batch of texts; only tokens of the answers count."""
+    longest = max(len(text.ids) for text in texts)
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    labels = torch.full((len(texts), longest), -100)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.from_numpy(text.ids)
+        labels[row, text.prompt - 1 : len(text.ids) - 1] = torch.from_numpy(text.ids[text.prompt :])
+    with autocast(device):
+        hidden = _last_hidden(model, ids.to(device))
+    wanted = labels.to(device).view(-1)
+    rows = (wanted >= 0).nonzero().squeeze(1)
+    leaf = hidden.detach().flatten(0, 1).requires_grad_()
+    for part in rows.split(_ROWS):  # the logits of all together would be large
+        with autocast(device):
+            logits = model.get_output_embeddings()(leaf[part])
+        (cross_entropy(logits.float(), wanted[part], reduction="sum") / len(rows)).backward()
+    assert leaf.grad is not None
+    hidden.backward(leaf.grad.view_as(hidden))
+
+
+def _last_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the input of the head, (rows, tokens, C). Padding behind a text is not seen by the text."""
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+@torch.no_grad()
+def model_drafts(model: PreTrainedModel, text: Text, depth: int) -> Tensor:
+    """Return the drafts behind each newest token of a text's answer, (n, depth).
+
+    Draft j is that behind the text itself up to the draft before. It is the model's own where all drafts
+    before it equal the text; behind a wrong draft, none counts.
+    """
+    ids = torch.from_numpy(text.ids).long()
+    device = model.device
+    hidden = _last_hidden(model, ids[None].to(device))[0]
+    best = torch.cat([model.get_output_embeddings()(part).argmax(-1) for part in hidden.split(_ROWS)]).cpu()
+    newest = torch.arange(text.prompt, len(ids) - 1)
+    return best[(newest[:, None] + torch.arange(depth)).clamp(max=len(ids) - 1)]
+
+
+def save_model(model: PreTrainedModel, checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model as transformers saves it, with the tokenizer of the checkpoint."""
+    copy.deepcopy(model).cpu().to(dtype).save_pretrained(folder)
+    if has_tokenizer(checkpoint):
+        save_tokenizer(load_tokenizer(checkpoint), checkpoint.tokenizer_dir, folder)

@@ -1,0 +1,147 @@
+"""Trains one-pass heads on hidden states of the target, which stay fixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from tridecode.tools.progress import counter
+from tridecode.tools.train_draft.heads import Heads
+from tridecode.tools.train_draft.texts import Text
+
+#: a head counts this much of the head before it: a draft is worth nothing behind a wrong one
+_DECAY = 0.8
+_WARM_UP = 0.05  # share of the steps in which the learning rate rises
+#: the inner layer is twice as wide as the hidden state up to this size
+_WIDTH = 4096
+CLIP = 1.0  # norm of the gradient
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a training. width: of its inner layer; None: width_of. batch: positions of a step. rate:
+    the highest learning rate. seed: of the initial weights and the order of the positions."""
+
+    depth: int
+    width: int | None = None
+    epochs: int = 4
+    batch: int = 1024
+    rate: float = 1e-3
+    seed: int = 0
+
+    def width_of(self, hidden: int) -> int:
+        """Return the size of the inner layer for a hidden size."""
+        return self.width or max(hidden, min(2 * hidden, _WIDTH))
+
+
+@dataclass(frozen=True)
+class States:
+    """The texts as rows, one text after the other.
+
+    hidden: (T, C) on the CPU. ids: (T,) int64. ends: (T,) int64, the row behind each row's text. places: the
+    rows to learn from.
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    ends: Tensor
+    places: np.ndarray
+
+    def labels(self, rows: Tensor, depth: int) -> Tensor:
+        """Return the ids that the heads should give, (B, depth); -100 behind the end of a text."""
+        wanted = rows[:, None] + torch.arange(2, depth + 2)
+        inside = wanted < self.ends[rows][:, None]
+        return torch.where(inside, self.ids[wanted.clamp(max=len(self.ids) - 1)], -100)
+
+
+def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
+    """Join texts and their hidden states, (tokens, C) each.
+
+    A drafter learns from the rows whose next token, the newest one, is of the answer and is not the last.
+    """
+    lengths = np.array([len(text.ids) for text in texts])
+    firsts = lengths.cumsum() - lengths
+    places = [
+        np.arange(first + text.prompt - 1, first + len(text.ids) - 2) for first, text in zip(firsts, texts)
+    ]
+    return States(
+        torch.cat(list(hidden)),
+        torch.from_numpy(np.concatenate([text.ids for text in texts])).long(),
+        torch.from_numpy(np.repeat(lengths.cumsum(), lengths)),
+        np.concatenate(places),
+    )
+
+
+def train_heads(
+    states: States, embedding: Tensor, head: Tensor, bias: Tensor | None, plan: Plan, device: torch.device
+) -> Heads:
+    """Return trained heads in float32 on `device`. embedding, head: (V, C) on it; bias: (V,) or None.
+
+    Equal seeds give equal heads on one machine.
+    """
+    torch.manual_seed(plan.seed)
+    hidden = states.hidden.shape[1]
+    heads = Heads(hidden, plan.width_of(hidden), plan.depth).to(device)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=plan.rate, weight_decay=0.01)
+    order = np.random.default_rng(plan.seed)
+    per_epoch = -(-len(states.places) // plan.batch)
+    steps = per_epoch * plan.epochs
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    half = autocast(device)
+    with counter("training, steps", steps) as show:
+        for step in range(steps):
+            if step % per_epoch == 0:
+                shuffled = order.permutation(states.places)
+            start = step % per_epoch * plan.batch
+            rows = torch.from_numpy(shuffled[start : start + plan.batch])
+            labels = states.labels(rows, plan.depth).to(device)
+            z = states.hidden[rows].to(device, torch.float32)
+            e = embedding[states.ids[rows + 1].to(device)].float()
+            with half:
+                guesses = heads(z, e)
+            _backward(guesses, labels, head, bias, half)
+            torch.nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            show(step + 1)
+    return heads
+
+
+def _backward(
+    guesses: Tensor, labels: Tensor, head: Tensor, bias: Tensor | None, half: torch.autocast
+) -> None:
+    """Add the gradients of the loss, one head after the other: the logits of all together would be large."""
+    leaf = guesses.detach().requires_grad_()
+    for number in range(guesses.shape[1]):
+        if not bool((labels[:, number] >= 0).any()):
+            continue
+        with half:
+            logits = linear(leaf[:, number], head, bias)
+        loss = cross_entropy(logits.float(), labels[:, number], ignore_index=-100)
+        (loss * _DECAY**number).backward()
+    assert leaf.grad is not None
+    guesses.backward(leaf.grad)
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Return the share of the highest learning rate: a linear rise, then half a cosine down to 0."""
+    rise = max(1, int(steps * _WARM_UP))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which products are in bfloat16, where they are faster so."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported()
+    else:
+        has_bf16 = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16)
