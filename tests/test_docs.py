@@ -60,6 +60,7 @@ LISTED = {
     r"tridecode doctor": "what it finds depends on the machine",
     r"tridecode evaluate-lambada ": "needs LAMBADA's file, which is not ours",
     r"tridecode evaluate-prompts ": "needs a trained task: tests/integration/test_prompt_learning.py runs it",
+    r"tridecode train-draft ": "needs a model to train for: tests/tools/train_draft runs it",
     r"tridecode adapters ": "needs an adapter: tests/tools/adapters/test_adapters.py runs them",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",

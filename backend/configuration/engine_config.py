@@ -15,7 +15,7 @@ from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 CACHE_SCOPES = ("all", "salt", "none")
 #: values of speculation
-SPECULATION = ("off", "lookup", "draft")
+SPECULATION = ("off", "lookup", "draft", "heads")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -178,14 +178,15 @@ class EngineConfig:
     speculation: str = setting(
         "off",
         "where drafts of the next tokens come from, which a step verifies together: off, lookup (the "
-        "sequence's own text and finished answers), draft (the model of draft_path); "
+        "sequence's own text and finished answers), draft (the model of draft_path), heads "
+        "(one-pass heads in draft_path); "
         "docs/guides/speculation.md",
         _one_of(*SPECULATION),
     )
     draft_path: str = setting(
         "none",
-        "folder of the draft model's weights and tokenizer, relative to that of `config.pbtxt`, for "
-        "`speculation` = draft",
+        "folder of the draft model's weights and tokenizer, or of what `tridecode train-draft` wrote, "
+        "relative to that of `config.pbtxt`, for `speculation` = draft or heads",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(

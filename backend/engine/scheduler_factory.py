@@ -20,7 +20,6 @@ from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.device_ids import DeviceIds
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
 from tridecode.backend.engine.speculation.learning import Learning
-from tridecode.backend.engine.speculation.records import DRAFT_MODEL
 from tridecode.backend.engine.speculation.sources import RING_TOKENS, AnswerSources
 from tridecode.kernels.operands import Heads
 
@@ -70,10 +69,10 @@ def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Schedul
 
 def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     """Let the scheduler verify drafts, which the device finds, or rank 0 where plans have all ids."""
-    most = engine.config.max_draft_tokens
+    most = engine.most_drafts
     policy = DepthPolicy(engine.step_costs, most)
     if engine.drafter is not None and engine.drafter.is_planned:
-        scheduler.planner.use_drafter(DeviceIds(), Learning(policy, None, planned=DRAFT_MODEL))
+        scheduler.planner.use_drafter(DeviceIds(), Learning(policy, None, planned=engine.drafter.source))
         return
     sources = AnswerSources(may_draft)
     host = HostLookup(most, RING_TOKENS) if engine.drafter is None else None

@@ -31,6 +31,7 @@ COMMANDS = (
     *("build-repo", "serve", "batch", "generate", "send-request", "check", "doctor", "demo", "bench"),
     "evaluate-lambada",
     "evaluate-prompts",
+    "train-draft",
 )
 ADAPTERS = ("list", "add", "remove")
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")

@@ -45,7 +45,8 @@ from tridecode.model_repo_templates.repository import (
 )
 from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated
-from tridecode.tools.build_repo.draft import plain_tokenizer, plan_draft
+from tridecode.tools.build_repo.draft import Draft, plain_tokenizer, plan_draft
+from tridecode.tools.build_repo.heads import HeadFiles, is_heads, plan_heads
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
 from tridecode.tools.checks.repository import check_repo
@@ -85,7 +86,7 @@ def build_repo(
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take the
     tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights.
     models_arguments: contracts and the other arguments of repository_models. engine_settings: parameters of
-    EngineConfig. draft: a draft model for `speculation` = draft, see plan_draft. parity: compare with
+    EngineConfig. draft: a draft model or heads, see plan_draft and plan_heads. parity: compare with
     transformers and write PARITY.json. reference: another checkpoint to compare with; for a weight directory,
     the one that it was made from. num_heads: attention heads, for a Megatron checkpoint that does not record
     them. prompts: NeMo's archives of prompt learning and PEFT's folders. overwrite: an output that is a model
@@ -145,7 +146,8 @@ def build_repo(
         "pipeline_para_size": pipeline_para_size,
     }
     if draft is not None:
-        settings = {"speculation": "draft", **settings, "draft_path": DRAFT_DIR}
+        drafter = "heads" if is_heads(draft) else "draft"
+        settings = {"speculation": drafter, **settings, "draft_path": DRAFT_DIR}
     engine = engine_texts(settings, "engine settings")
     _check_length(engine, config, console)
     hf_tokenizer = _tokenizer(
@@ -153,13 +155,15 @@ def build_repo(
     )
     chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
-    drafting = None
-    if draft is not None:
+    drafting: Draft | HeadFiles | None = None
+    if draft is not None and is_heads(draft):
+        drafting = plan_heads(draft, config, pipeline_para_size, console)
+    elif draft is not None:
         longest = read_engine_config(dict(engine), "engine settings").max_sequence_tokens or 0
         drafting = plan_draft(draft, config, tensor_para_size, longest, console)
         if hf_tokenizer is not None:
             drafting.check_tokenizer(plain_tokenizer(hf_tokenizer))
-    more = 0 if drafting is None else drafting.planned.total_bytes
+    more = 0 if drafting is None else drafting.total_bytes
     _check_room(output, planned, folder, 1 if calibration is None else 2, more)
     with staged(output, folder) as staging:
         weights = staging / folder

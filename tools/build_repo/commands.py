@@ -98,8 +98,8 @@ def build_repo(
         str | None,
         _source(
             metavar="CHECKPOINT",
-            help="Draft model with the same tokenizer, a checkpoint or a repository: several tokens per step "
-            "(docs/guides/speculation.md).",
+            help="Draft model with the same tokenizer, a checkpoint or a repository, or the folder of "
+            "`train-draft`: several tokens per step (docs/guides/speculation.md).",
         ),
     ] = None,
     parity: Annotated[

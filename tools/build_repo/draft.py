@@ -33,6 +33,10 @@ class Draft:
     planned: PlannedConversion
     tokenizer: Tokenizer | None
 
+    @property
+    def total_bytes(self) -> int:
+        return self.planned.total_bytes
+
     def write(self, folder: Path, tensor_para_size: int) -> None:
         """Write weights and tokenizer.json."""
         self.planned.write(folder, tensor_para_size)

@@ -26,7 +26,7 @@ def read_hidden(engine: OfflineEngine, texts: Sequence[Text]) -> list[Tensor]:
     first = len(engine.generations)
     launch = engine.engine.launch
 
-    def launch_and_read(plan: StepPlan):  # type: ignore[no-untyped-def]
+    def launch_and_read(plan: StepPlan):
         pending = launch(plan)
         states = _normed(engine, work.hidden[: plan.num_tokens]).cpu()
         places = torch.from_numpy(plan.positions % config.max_sequence_tokens).long()

@@ -70,7 +70,7 @@ def _renumber(model: PreTrainedModel, kept: list[int], count: int) -> None:
 def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, device: torch.device) -> None:
     """Train a model in place on the answers of the texts. plan.batch: positions of a step, about."""
     torch.manual_seed(plan.seed)
-    model.to(device)
+    torch.nn.Module.to(model, device)
     optimizer = torch.optim.AdamW(
         [one for one in model.parameters() if one.requires_grad], lr=plan.rate, weight_decay=0.01
     )
@@ -143,6 +143,8 @@ def model_drafts(model: PreTrainedModel, text: Text, depth: int) -> Tensor:
 
 def save_model(model: PreTrainedModel, checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
     """Write the model as transformers saves it, with the tokenizer of the checkpoint."""
-    copy.deepcopy(model).cpu().to(dtype).save_pretrained(folder)
+    saved = copy.deepcopy(model).cpu()
+    torch.nn.Module.to(saved, dtype)
+    saved.save_pretrained(folder)
     if has_tokenizer(checkpoint):
         save_tokenizer(load_tokenizer(checkpoint), checkpoint.tokenizer_dir, folder)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,11 @@ class Target:
         """Return a new engine for sequences of at most `longest` tokens."""
         kind = self.device.type
         slots, step = _SEQUENCES[kind], max(512 if kind == "cpu" else 8192, _SEQUENCES[kind])
-        sizes = {"max_sequences": slots, "max_sequence_tokens": longest, "max_step_tokens": step}
+        sizes: dict[str, Any] = {
+            "max_sequences": slots,
+            "max_sequence_tokens": longest,
+            "max_step_tokens": step,
+        }
         return OfflineEngine.load(self.weights, replace(self.settings, **sizes))
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,7 +120,11 @@ def write_texts(
     answers of a part are too short to be used.
     """
     config, last = engine.model_config, len(prompts) - held_back
-    common = {"max_tokens": answer_tokens, "end_id": config.end_id, "more_end_ids": [*config.more_end_ids]}
+    common: dict[str, Any] = {
+        "max_tokens": answer_tokens,
+        "end_id": config.end_id,
+        "more_end_ids": [*config.more_end_ids],
+    }
     greedy = SamplingParams(cache="off", **common)
     params = [
         greedy

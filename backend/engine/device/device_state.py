@@ -21,6 +21,7 @@ from tridecode.backend.models.context import Workspace
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.prompt_ini import PromptSection
 from tridecode.backend.models.weights import Weights
+from tridecode.backend.weights.draft_files import TrainedDraft
 from tridecode.backend.weights.layout import share_size, stage_layers
 from tridecode.backend.wire.prompt_learning import NO_PROMPT, default_start_id
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
@@ -35,7 +36,8 @@ class DeviceState:
     config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     draft_layers: shape of a block, (2, kv heads, tokens, head size), for each cache layer of the drafter;
-    `caches` has them behind the model's layers. draft: the draft model, if there is one.
+    `caches` has them behind the model's layers. draft, trained: the draft
+    model or the trained drafter, if there is one.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class DeviceState:
         self.sampling = SamplingState.allocate(
             rows, longest, columns, config.max_bad_word_tokens, device, model.vocab_size
         )
+        self.trained: TrainedDraft | None = None  # set before the engine is made
         self.draft = None if draft is None else DraftModel(*draft, ranks, config, self.work)
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()

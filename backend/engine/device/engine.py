@@ -85,6 +85,12 @@ class Engine:
         if self.state.host is not None:
             self.state.host.pinning.start(on_done)
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a row, at most."""
+        most = self.config.max_draft_tokens
+        return most if self.drafter is None else min(most, self.drafter.most_drafts)
+
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
         may be launched before `wait`. A step with plan.late has no result before `sample_late`."""

@@ -22,6 +22,8 @@ from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.drafters.draft_loading import draft_config
+from tridecode.backend.engine.device.drafters.heads import HeadsDrafter
+from tridecode.backend.engine.device.drafters.trained_loading import shapes_of_heads
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.parts.table import background_kinds
@@ -50,7 +52,7 @@ _MAX_HOST_BYTES = 4 << 30
 class RankMemory:
     """Bytes of one rank.
 
-    weights: those of the model and the draft model, including tables of positions and slopes. workspace:
+    weights: those of the model and its drafter, including tables of positions and slopes. workspace:
     activations, sampling state and the arrays of a step. scratch: temporary memory of kernels; 0 on a CPU.
     block: one block of the cache, in all layers of this rank. host: host buffers of a GPU's rank. max_blocks:
     the number of blocks that sequences of maximum length can use. adapters: the limit for LoRA adapters,
@@ -194,12 +196,17 @@ def plan_rank(
         )
         modes = (draft.quantization, config.int8_mode)
         drafting = draft, _Shapes(of_draft, ops, *modes, tensor_rank, size, dtype, config.int8_head)
-    engine = build_engine(model, unlimited, weights, ops, place, torch.device("meta"), others, draft=drafting)
+    heads = shapes_of_heads(config, model)
+    engine = build_engine(
+        model, unlimited, weights, ops, place, torch.device("meta"), others, draft=drafting, trained=heads
+    )
     seen: set[int] = set()
     cache = _total(engine.state.caches, seen)
     held = _total(engine.state.model, seen)[0]
     if engine.state.draft is not None:
         held += _total(engine.state.draft.model, seen)[0]
+    if isinstance(engine.drafter, HeadsDrafter):
+        held += _total(engine.drafter.weights, seen)[0]
     background = _background_bytes(engine, config, seen, device_type)
     device, host = _total(engine, seen)
     if device_type == "cuda":  # the host has a ring of buffers, the device one

@@ -23,6 +23,7 @@ from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shap
 from tridecode.backend.engine.step.query_graphs import QueryGraphs, query_shapes
 from tridecode.backend.engine.step.step_buffers import StepShape
 from tridecode.backend.models.weights import Weights
+from tridecode.backend.weights.draft_files import TrainedDraft
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
@@ -44,14 +45,17 @@ def build_engine(
     phase: Progress = lambda what: None,
     open_host: OpenHost | None = None,
     draft: tuple[ModelConfig, Weights] | None = None,
+    trained: TrainedDraft | None = None,
 ) -> Engine:
     """Return an engine that is ready for its first step. Collective.
 
-    config: resolved. draft: the draft model, if there is one. open_weights: see Engine. phase: called
-    with the name of each phase as it begins. open_host: opens this rank's part of the host tier, if there is
-    room for it; None: there is none.
+    config: resolved. draft, trained: the draft model or the trained drafter, if there is one. open_weights:
+    see Engine. phase: called with the name of each phase as it begins. open_host: opens this rank's part of
+    the host tier, if there is room for it; None: there is none.
     """
-    engine = Engine(DeviceState(model, config, weights, ops, ranks, device, draft), open_weights)
+    state = DeviceState(model, config, weights, ops, ranks, device, draft)
+    state.trained = trained
+    engine = Engine(state, open_weights)
     prepare(engine, phase, open_host)
     return engine
 
@@ -81,7 +85,7 @@ def prepare(engine: Engine, phase: Progress, open_host: OpenHost | None = None) 
         _capture(engine, phase)
     if engine.config.speculation != "off":
         begin("the measurement of steps with drafts")
-        queries = engine.config.max_draft_tokens + 1
+        queries = engine.most_drafts + 1
         if engine.graphs is not None:
             capture_query_graphs(engine, queries, phase)
             if engine.drafter is not None:

@@ -73,6 +73,13 @@ class StepSampler:
         else:
             verify_rows(self._draw, logits[:first], batch, state, *outputs)
 
+    def draw(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """Draw a token for each row; return (R,) int32, valid until the next call. logits: (R, V) of this
+        rank's ids. slots: (R,) int32, -1 for a row without a token, whose value is undefined."""
+        tokens, log_probs = self.tokens[: len(slots)], self._log_probs[: len(slots)]
+        self._draw(logits, slots, self._sampling, tokens=tokens, log_probs=log_probs)
+        return tokens
+
     def sample_late(self, plan: StepPlan, rows: list[int], masks: np.ndarray) -> None:
         """Draw the tokens of some decode rows of the newest step, whose logits are still in the workspace.
 

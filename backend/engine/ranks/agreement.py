@@ -27,6 +27,7 @@ from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.step.plan import LateSamples, PlanMessage, StepPlan, StepResult
+from tridecode.backend.weights.draft_files import TENSORS_FILE
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 from tridecode.backend.wire.messages import PROTOCOL, RankDigest
 
@@ -80,9 +81,12 @@ def facts_of(
         else f"CPU {torch.backends.cpu.get_cpu_capability()}",
         "manifest.json": _digest(directory / MANIFEST_FILE),
         "lora_path": "none" if config.lora_path == "none" else "a folder",
-        "manifest.json of draft_path": _NOTHING
-        if config.draft_path == "none"
-        else _digest(Path(config.draft_path) / MANIFEST_FILE),
+        **{
+            f"{name} of draft_path": _NOTHING
+            if config.draft_path == "none"
+            else _digest(Path(config.draft_path) / name)
+            for name in (MANIFEST_FILE, TENSORS_FILE)
+        },
     }
     for row in fields(config):
         if row.name not in _OWN_SETTINGS:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 #: values of DraftRecord.source: those of a search (kernels/draft_history.py), then those of planned drafters
-DRAFT_MODEL = 4
+DRAFT_MODEL, HEADS = 4, 5
 #: names of drafters in metrics, by DraftRecord.source
-DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft")
+DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads")
 #: probability of a draft at first, by DraftRecord.kind
-FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6)
+FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5)
 _LENGTHS = 7  # kinds of a search
 
 

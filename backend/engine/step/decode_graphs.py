@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.operands import Batch
 
 log = logging.getLogger("tridecode.engine")
+T = TypeVar("T")
 
 
 def padded_sizes(most: int) -> list[int]:
@@ -68,8 +69,8 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
     )
 
 
-class Capturer:
-    """Captures graphs of `run(batch)` that share one memory pool.
+class Capturer(Generic[T]):
+    """Captures graphs of `run(batch)` that share one memory pool; batch: a Batch, or what else `run` takes.
 
     Capture the largest first, so that the smaller ones fit into the pool. report: called with what begins.
     synchronize: waits for the device. Use it within no_collection.
@@ -77,14 +78,14 @@ class Capturer:
 
     def __init__(
         self,
-        run: Callable[[Batch], object],
+        run: Callable[[T], object],
         report: Callable[[str], None],
         synchronize: Callable[[], None],
     ):
         self._run, self._report, self._synchronize = run, report, synchronize
         self._pool: Any = None  # pool handle of torch
 
-    def __call__(self, batch: Batch, what: str) -> torch.cuda.CUDAGraph:
+    def __call__(self, batch: T, what: str) -> torch.cuda.CUDAGraph:
         """Return a graph of `batch`. what: its name, for reports."""
         self._report(f"the capture of CUDA graph {what}")
         self._run(batch)  # a library's set-up at its first call must not happen during a capture

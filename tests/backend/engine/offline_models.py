@@ -20,6 +20,7 @@ from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.host_tier.opening import open_store
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.weights.draft_files import TrainedDraft
 
 #: where offline engines run: the tests of requests hold on a GPU too (TRIDECODE_TEST_DEVICE=cuda)
 DEVICE = os.environ.get("TRIDECODE_TEST_DEVICE", "cpu")
@@ -39,10 +40,11 @@ def offline_engine(
     tokenizer_dir: Path | None = None,
     host_fd: int | None = None,
     draft: torch.nn.Module | None = None,
+    trained: TrainedDraft | None = None,
     **settings,
 ) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen. host_fd: memory file
-    of a host tier. draft: the draft model, with speculation="draft"."""
+    of a host tier. draft, trained: the draft model, with speculation="draft", or a trained drafter."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
     place, config = torch.device(device), model_config(model.config)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
@@ -53,7 +55,15 @@ def offline_engine(
     if draft is not None:
         drafting = model_config(draft.config), HfWeights(draft, ops, DTYPES[engine_config.data_type], device)
     engine = build_engine(
-        config, engine_config, weights, ops, SingleRank(), place, open_host=host, draft=drafting
+        config,
+        engine_config,
+        weights,
+        ops,
+        SingleRank(),
+        place,
+        open_host=host,
+        draft=drafting,
+        trained=trained,
     )
     return OfflineEngine(engine, keep_logits, tokenizer_dir)
 

@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from tridecode.backend.engine.device.pending import Found
-from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.speculation.records import DRAFT_MODEL
+from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import SamplingState
 
@@ -54,6 +55,10 @@ class DeviceDrafter:
     needs no such part (look-up) drafts whenever it likes.
     """
 
+    #: drafts of a row, at most; max_draft_tokens may allow fewer
+    most_drafts = MOST_QUERIES - 1
+    #: DraftRecord.source of planned drafts
+    source = DRAFT_MODEL
     #: whether proposals take time that the scheduler must plan (part Drafting)
     is_planned = True
 

@@ -11,8 +11,8 @@ import torch
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
+from tridecode.backend.engine.device.drafters.draws import DraftDraws
 from tridecode.backend.engine.device.sampling import on_device
-from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.ranks.vocab_share import mask_padding
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
@@ -21,8 +21,7 @@ from tridecode.backend.engine.step.query_graphs import ROWS, empty_rows
 from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.backend.models.context import Context
 from tridecode.kernels.operands import Batch
-from tridecode.kernels.sampling_rules import is_penalised
-from tridecode.kernels.sampling_state import MOST_DRAFTS, SamplingState
+from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 
 class ModelDrafter(DeviceDrafter):
@@ -43,8 +42,7 @@ class ModelDrafter(DeviceDrafter):
         self._first = len(state.model.layers) + len(state.draft_layers)
         self._num_layers = self._draft.config.num_layers
         state.draft_layers += self._draft.block_shapes(config.block_tokens, state.ranks.tensor_size)
-        self._sampling = _own_copy(state.sampling)
-        self._sampler = StepSampler(state, 0, self._sampling)
+        self._draws = DraftDraws(state)
         columns = -(-self._longest // config.block_tokens)
         self.buffers = StepBuffers(config.slots, config.slots, columns, device, turns)
         self._ids = torch.zeros(state.work.hidden.shape[0], dtype=torch.int32, device=device)
@@ -65,7 +63,7 @@ class ModelDrafter(DeviceDrafter):
         if part is None:
             return
         slots = step.plan.slots[part.rows]
-        self._take_state(step.state, slots)
+        self._draws.take(step.state, slots)
         drawn = self._run(self._first_rows(step.plan, part.rows), part.count)
         where = on_device(torch.from_numpy(slots.astype(np.int64)), self._state.device)
         step.state.drafts[:, : part.count].index_copy_(0, where, drawn.T)
@@ -88,17 +86,6 @@ class ModelDrafter(DeviceDrafter):
     @torch.inference_mode()
     def rehearse(self, rows: int, drafts: int) -> None:
         self._run(empty_rows(rows, 1), drafts)
-
-    def _take_state(self, state: SamplingState, slots: np.ndarray) -> None:
-        """Copy what drawing a token changes."""
-        own = self._sampling
-        own.slots.copy_(state.slots)
-        own.last_tokens.copy_(state.last_tokens)
-        own.lengths.copy_(state.lengths)
-        penalised = slots[is_penalised(state.started[slots])]
-        if len(penalised):
-            where = on_device(torch.from_numpy(penalised.astype(np.int64)), state.counts.device)
-            own.counts.index_copy_(0, where, state.counts.index_select(0, where))
 
     def _first_rows(self, plan: StepPlan, rows: np.ndarray) -> StepPlan:
         """Return a plan of the newest token of each row, whose id only the device knows.
@@ -148,10 +135,10 @@ class ModelDrafter(DeviceDrafter):
         """Draw the next token of each row into a row of _drawn, and let the batch be that of this token."""
         state = self._state
         batch = replace(batch, memo={})  # positions change from token to token
-        state.ops.place_rows(batch, self._sampling, state.config.block_tokens)
+        state.ops.place_rows(batch, self._draws.sampling, state.config.block_tokens)
         context, x = self._forward(batch)
-        self._sampler.sample(mask_padding(self._draft.model.logits(context, x), state.vocab), batch)
-        tokens = self._sampler.tokens[: batch.num_rows].clamp(min=0)
+        self._draws.sampler.sample(mask_padding(self._draft.model.logits(context, x), state.vocab), batch)
+        tokens = self._draws.sampler.tokens[: batch.num_rows].clamp(min=0)
         self._drawn[:, : batch.num_rows].index_copy_(0, self._turn, tokens[None])
         self._turn.add_(1)
         unknown = torch.where(batch.sample_slots >= 0, -1, 0).int()  # one token a row: of rows, too
@@ -167,10 +154,3 @@ class ModelDrafter(DeviceDrafter):
         draft.model.embed(context, x)
         draft.model.forward(context, x, state.caches[self._first : self._first + self._num_layers])
         return context, x
-
-
-def _own_copy(state: SamplingState) -> SamplingState:
-    """Return a state whose slots, tokens, lengths and counts are its own. A history is written behind its
-    end only, where the target's sampler overwrites it."""
-    own = {name: getattr(state, name).clone() for name in ("slots", "last_tokens", "lengths", "counts")}
-    return replace(state, **own)

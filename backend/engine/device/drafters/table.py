@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter
+from tridecode.backend.engine.device.drafters.heads import HeadsDrafter, HeadWeights
 from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
 from tridecode.backend.engine.device.drafters.model_drafter import ModelDrafter
 from tridecode.backend.engine.device.step_sampler import StepSampler
@@ -17,6 +18,10 @@ def device_drafter(state: DeviceState, sampler: StepSampler, turns: int) -> Devi
     """
     if state.config.speculation == "lookup" and not state.ranks.is_pipelined:
         return LookupDrafter(state, sampler, RING_TOKENS, turns)
+    if state.trained is not None:
+        depth = min(state.trained.info.depth, state.config.max_draft_tokens)
+        tensors = state.trained.tensors
+        return HeadsDrafter(state, HeadWeights.pack(tensors, depth, state.ops, state.dtype, state.device))
     if state.draft is not None:
         return ModelDrafter(state, turns)
     return None
