@@ -63,7 +63,7 @@ def train_draft(
     ] = 2,
     seed: Annotated[int, _training(min=0, max=2**31 - 1, help="The same seed gives the same drafter.")] = 0,
 ) -> None:
-    """Train a drafter for a model, on texts that the model writes itself.
+    """Train a drafter on texts that its target writes.
 
     Prints the tokens per step that its drafts give on held-back prompts, answered greedily.
 
