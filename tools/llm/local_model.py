@@ -5,23 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from tridecode.backend.base.errors import ContextLengthError, RequestError
+from tridecode.backend.base.errors import ContextLengthError, RequestError, UnsupportedError
 from tridecode.backend.service.engine_service import Submission
+from tridecode.backend.service.prompt_scores import PromptScores
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Answer
 from tridecode.backend.text.token_texts import TokenTexts
-from tridecode.backend.wire.messages import SamplingParams, SessionRound
+from tridecode.backend.wire.messages import SamplingParams as EngineParams
+from tridecode.backend.wire.messages import SessionRound
 from tridecode.tools.llm.jobs import Job, Messages, Notify, Round, last_tokens, parts_of
 from tridecode.tools.llm.local_engine import LocalEngine
-from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput
+from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput, keep_best
+from tridecode.tools.llm.params import SamplingParams
 from tridecode.tools.llm.prompt_table import row_prompt
 from tridecode.tools.llm.running import Running
 
-_FIELDS = FieldNames("prompt", "max_tokens", "stop", "structured_outputs")
+_FIELDS = FieldNames("prompt", "max_tokens", "stop", "structured_outputs", context_logits="prompt_logprobs")
 
 
 class LocalModel:
@@ -89,6 +93,12 @@ class LocalModel:
         limits = texts.engine.limits()
         self.engine.check_adapter(job.adapter)
         text, ids = self._text_and_ids(job)
+        scored = params.prompt_logprobs is not None
+        chosen = params.n if isinstance(params, SamplingParams) and params.num_answers > params.n else 0
+        if chosen and streaming:
+            raise RequestError("best_of chooses among whole answers; wanted no stream with it")
+        if scored and job.table is not None:
+            raise UnsupportedError("prompt_logprobs is set and a prompt table is given; wanted one of them")
         words, wanted = params.stop_words(), params.engine_params(texts, limits)
         if job.round is not None:
             wanted = _within(job.round, wanted, len(ids), params.max_tokens is None)
@@ -103,7 +113,7 @@ class LocalModel:
             show_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip_special=params.skip_special_tokens,
-            log_probs=params.logprobs is not None,
+            log_probs=wanted.top_log_probs >= 0,
             tables=() if job.table is None else (row_prompt(job.table, limits),),
             cut=params.max_tokens is None,
             structured_outputs=[params.output()],
@@ -112,8 +122,13 @@ class LocalModel:
         texts.check_texts(asked, limits)
         answers = [CompletionOutput(index) for index in range(wanted.num_sequences)]
         output = RequestOutput(str(next(self._ids)), text, ids, answers)
-        shown = None if params.logprobs is None else self._token_texts(params.skip_special_tokens)
-        running = Running(texts.engine.link, output, notify, streaming or bool(words), shown, number)
+        shown = None
+        if scored or wanted.top_log_probs >= 0:
+            shown = self._token_texts(params.skip_special_tokens)
+        scores = PromptScores(ids, params.prompt_logprobs or 0, limits.vocab_size) if scored else None
+        keep = partial(keep_best, n=chosen, shows=params.logprobs is not None) if chosen else _keep_all
+        follows = streaming or scored or bool(words)
+        running = Running(texts.engine.link, output, notify, follows, shown, number, scores, keep)
         prepared = texts.prepare(asked, running, limits)
         submissions = prepared.submissions
         if job.round is not None:
@@ -138,7 +153,11 @@ class LocalModel:
         return self._texts[skip_special]
 
 
-def _within(round_: Round, wanted: SamplingParams, new: int, cut: bool) -> SamplingParams:
+def _keep_all(output: RequestOutput) -> None:
+    """Leave all answers as they are."""
+
+
+def _within(round_: Round, wanted: EngineParams, new: int, cut: bool) -> EngineParams:
     """Return the parameters of a round. new: tokens of its prompt. cut: max_tokens may be reduced.
 
     Raises RequestError for a round that does not fit into the session.

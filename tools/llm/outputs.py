@@ -45,7 +45,8 @@ class RequestOutput:
     """The answers to one prompt.
 
     prompt: None where token ids were given. outputs: samples, or beams, best first. embedding: (hidden_size,)
-    float32, of a request that pools.
+    float32, of a request that pools. prompt_logprobs: only where SamplingParams sets it; one entry a token of
+    the prompt: None for the first, then id -> Logprob, the most likely first.
     """
 
     request_id: str
@@ -54,6 +55,17 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     embedding: np.ndarray | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def keep_best(output: RequestOutput, n: int, shows: bool) -> None:
+    """Keep the n answers with the highest log probability, best first. shows: keep log probabilities, too."""
+    likely = sorted(output.outputs, key=lambda answer: answer.cumulative_logprob or 0.0, reverse=True)
+    output.outputs = likely[:n]
+    for index, answer in enumerate(output.outputs):
+        answer.index = index
+        if not shows:
+            answer.logprobs = answer.cumulative_logprob = None
 
 
 @dataclass

@@ -27,15 +27,18 @@ class SamplingParams:
     """Parameters that shape an answer.
 
     temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: draw from all tokens. n: answers to each prompt.
-    max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for each step,
-    besides the drawn one. seed: the same seed gives the same answers; sample i has the seed plus i. stop:
-    texts that end an answer, which omits them unless include_stop_str_in_output. truncate_prompt_tokens:
-    number of last tokens of a prompt to keep. structured_outputs: the form of an answer, with one of vLLM's
-    keys: json (a schema), json_object, regex, choice, grammar, structural_tag. priority: smaller is sooner.
-    timeout_s: deadline of a request; 0: none but the engine's.
+    best_of: answers to draw, of which the n with the highest log probability are returned, best first; not
+    for streams. max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for
+    each step, besides the drawn one. prompt_logprobs: the same for each token of the prompt. seed: the same
+    seed gives the same answers; sample i has the seed plus i. stop: texts that end an answer, which omits
+    them unless include_stop_str_in_output. truncate_prompt_tokens: number of last tokens of a prompt to keep.
+    structured_outputs: the form of an answer, with one of vLLM's keys: json (a schema), json_object, regex,
+    choice, grammar, structural_tag. priority: smaller is sooner. timeout_s: deadline of a request; 0: none
+    but the engine's.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -55,12 +58,18 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     structured_outputs: Mapping[str, Any] | str | None = None
     priority: int = 0
     timeout_s: float = 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """Return how many answers are drawn to a prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     def output(self) -> Output:
         """Return the form of the answer. Raises RequestError and UnsupportedError with its field."""
@@ -73,11 +82,13 @@ class SamplingParams:
     def engine_params(self, texts: TextService, limits: Limits) -> EngineParams:
         """Return the engine's parameters. Raises RequestError with the name of a wrong field."""
         check_types(self)
+        self.check_counts()
         count = limits.max_sequence_tokens if self.max_tokens is None else self.max_tokens
+        tops = -1 if self.logprobs is None else self.logprobs
         return _checked(
             max_tokens=max(count, self.min_tokens) if self.max_tokens is None else count,
             min_tokens=self.min_tokens,
-            num_return_sequences=self.n,
+            num_return_sequences=self.num_answers,
             **sampling_rules.drawn(
                 limits,
                 temperature=self.temperature,
@@ -99,9 +110,17 @@ class SamplingParams:
                 limits,
             ),
             bad_words=_bad_words(self.bad_words or (), texts, limits),
-            top_log_probs=-1 if self.logprobs is None else self.logprobs,
+            top_log_probs=max(tops, 0) if self.num_answers > self.n else tops,
             return_log_probs=self.logprobs is not None,
+            return_context_logits=self.prompt_logprobs is not None,
         )
+
+    def check_counts(self) -> None:
+        """Raise RequestError for best_of below n, and for prompt_logprobs out of range."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of is {self.best_of} and n is {self.n}; wanted best_of of n or more")
+        if not 0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOG_PROBS:
+            raise RequestError(f"prompt_logprobs is {self.prompt_logprobs}; wanted 0 to {MAX_TOP_LOG_PROBS}")
 
 
 @dataclass
@@ -123,6 +142,7 @@ class BeamSearchParams:
     # parameters of SamplingParams that a beam search does not have
     min_tokens: ClassVar[int] = 0
     logprobs: ClassVar[int | None] = None
+    prompt_logprobs: ClassVar[int | None] = None
     include_stop_str_in_output: ClassVar[bool] = False
     truncate_prompt_tokens: ClassVar[int | None] = None
 
@@ -165,6 +185,7 @@ class PoolingParams:
     max_tokens: ClassVar[int | None] = 0
     min_tokens: ClassVar[int] = 0
     logprobs: ClassVar[int | None] = None
+    prompt_logprobs: ClassVar[int | None] = None
     include_stop_str_in_output: ClassVar[bool] = False
     skip_special_tokens: ClassVar[bool] = True
 

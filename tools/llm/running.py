@@ -10,6 +10,7 @@ import numpy as np
 from tridecode.backend.base.errors import RequestCancelled, TridecodeError
 from tridecode.backend.service.client_request import FAILURES, ClientRequest, failure_of, failure_text
 from tridecode.backend.service.link import Link
+from tridecode.backend.service.prompt_scores import PromptScores
 from tridecode.backend.text.completion import Answer, Piece
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import Event, TopLogProbs
@@ -22,7 +23,8 @@ class Running(ClientRequest):
     notify: called with this request when there is something to take, on the link's thread, and not again
     before the next `take`. follows: call it at every event, not only at the end of a sequence: for streams,
     and where a stop text may end an answer before the engine does. texts: of tokens, for results with log
-    probabilities; None: without. engine: number of the engine that has it.
+    probabilities; None: without. engine: number of the engine that has it. scores: of the prompt's tokens, if
+    they are wanted. finish: called with the output of a request that has ended well.
     """
 
     def __init__(
@@ -33,9 +35,12 @@ class Running(ClientRequest):
         follows: bool,
         texts: TokenTexts | None,
         engine: int,
+        scores: PromptScores | None = None,
+        finish: Callable[[RequestOutput], None] = lambda output: None,
     ):
         super().__init__(link, output.request_id)
         self.output, self._notify, self._follows, self._texts = output, notify, follows, texts
+        self._scores, self._finish = scores, finish
         self.engine = engine
         self._events: deque[tuple[int, Event]] = deque()
         self._tokens: list[list[int]] = [[] for _ in output.outputs]
@@ -81,6 +86,8 @@ class Running(ClientRequest):
             else:
                 events.append((row, event))
                 self._tokens[row] += event.tokens
+                if self._scores is not None and event.extra is not None:
+                    self._scores.add(event.extra.context_logits)
                 if event.context_embedding:
                     self.output.embedding = np.frombuffer(event.context_embedding, np.float32)
         if self._failure is not None:
@@ -89,13 +96,17 @@ class Running(ClientRequest):
         for group in groups:
             for row, piece in group.items():
                 self._add(self.output.outputs[row], self._tokens[row], piece)
+        if self._answer.finished and not self.output.finished:
+            if self._scores is not None and self._texts is not None:
+                self.output.prompt_logprobs = _of_prompt(self._scores, self._texts)
+            self._finish(self.output)
         self.output.finished = self._answer.finished
         return bool(groups)
 
     def _add(self, output: CompletionOutput, tokens: list[int], piece: Piece) -> None:
         output.text += piece.text
         output.token_ids = tokens[: len(output.token_ids) + piece.num_tokens]
-        if self._texts is not None:
+        if piece.tops and self._texts is not None:
             drawn = sum(top.log_prob for _, top in piece.tops)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + drawn
             output.logprobs = (output.logprobs or []) + [
@@ -105,6 +116,17 @@ class Running(ClientRequest):
             output.cumulative_logprob = piece.cum_log_prob
         output.finish_reason = piece.finish_reason or None
         output.stop_reason = piece.stop_word or None
+
+
+def _of_prompt(scores: PromptScores, texts: TokenTexts) -> list[dict[int, Logprob] | None]:
+    """Return an entry for each token of the prompt: None for the first, which follows nothing."""
+    found: list[dict[int, Logprob] | None] = [None]
+    for token, log_prob, rank, best in list(zip(scores.ids, scores.log_probs, scores.ranks, scores.best))[1:]:
+        assert log_prob is not None
+        step = {one: Logprob(value, place, texts.label(one)) for place, (one, value) in enumerate(best, 1)}
+        step.setdefault(token, Logprob(log_prob, rank, texts.label(token)))
+        found.append(step)
+    return found
 
 
 def _logprobs(token: int, top: TopLogProbs, texts: TokenTexts) -> dict[int, Logprob]:

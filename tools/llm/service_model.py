@@ -19,7 +19,7 @@ from tridecode.backend.base.errors import (
     UnsupportedError,
 )
 from tridecode.tools.llm.jobs import Job, Messages, Notify, last_tokens, parts_of
-from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput
+from tridecode.tools.llm.outputs import CompletionOutput, RequestOutput, keep_best
 from tridecode.tools.llm.params import PoolingParams, SamplingParams
 from tridecode.tools.llm.service_bodies import (
     add_choices,
@@ -41,6 +41,7 @@ class ServiceRunning:
     def __init__(self, output: RequestOutput, notify: Notify):
         self.output, self._notify = output, notify
         self.task: Future[Any] | None = None
+        self.chosen: SamplingParams | None = None  # of an answer that may have a best_of
         self._news: deque[Any] = deque()
         self._failure: TridecodeError | None = None
         self._woken = False
@@ -72,6 +73,8 @@ class ServiceRunning:
             elif isinstance(news, np.ndarray):
                 self.output.embedding = news
             elif news is None:
+                if self.chosen is not None and self.chosen.num_answers > self.chosen.n:
+                    keep_best(self.output, self.chosen.n, self.chosen.logprobs is not None)
                 self.output.finished = True
             else:
                 add_choices(self.output, news)
@@ -123,7 +126,9 @@ class ServiceModel:
             raise UnsupportedError("a service takes no prompt tables; run the model with LLM(…) instead")
         if job.round is not None and job.round.memory_tokens:
             raise UnsupportedError("a service has no memory_tokens; run the model with LLM(…) instead")
-        count = params.n if isinstance(params, SamplingParams) else 1
+        count = params.num_answers if isinstance(params, SamplingParams) else 1
+        if streaming and isinstance(params, SamplingParams) and count > params.n:
+            raise RequestError("best_of chooses among whole answers; wanted no stream with it")
         answers = [CompletionOutput(index) for index in range(count)]
         output = RequestOutput(str(next(self._ids)), prompt.text, prompt.ids or [], answers)
         running = ServiceRunning(output, notify)
@@ -180,6 +185,7 @@ class ServiceModel:
                         running.put(event)
                 else:
                     running.put(await self._client.send(_GENERATE, body))
+                    running.chosen = params
             running.put(None)
         except asyncio.CancelledError:
             running.put(RequestCancelled("the request was cancelled"))

@@ -105,6 +105,54 @@ def test_log_probs_are_those_of_transformers(llm, reference) -> None:
     assert answer.cumulative_logprob == pytest.approx(total, abs=5e-4)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_logprobs_are_those_of_transformers(llm, reference, n) -> None:
+    """Each entry has the most likely tokens, and the prompt's own with its rank; the first has nothing."""
+    model, tokenizer = reference
+    params = SamplingParams(n=n, seed=1, prompt_logprobs=2, max_tokens=3, ignore_eos=True)
+    found = llm.generate(PROMPTS * 2, params)  # the second time the prompts are in the cache
+    for one in found:
+        ids = one.prompt_token_ids
+        with torch.no_grad():
+            steps = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+        assert one.prompt_logprobs is not None and len(one.prompt_logprobs) == len(ids)
+        assert one.prompt_logprobs[0] is None
+        for step, token, entries in zip(steps, ids[1:], one.prompt_logprobs[1:]):
+            assert entries is not None
+            best = step.topk(2).indices.tolist()
+            assert list(entries) == list(dict.fromkeys([*best, token]))
+            for other, entry in entries.items():
+                assert entry.logprob == pytest.approx(float(step[other]), abs=2e-4)
+                assert entry.rank == int((step >= step[other]).sum())
+            text = tokenizer.decode([token])
+            assert "\ufffd" in text or entries[token].decoded_token == text
+        assert all(answer.logprobs is None and answer.cumulative_logprob is None for answer in one.outputs)
+
+
+def test_best_of_returns_the_most_likely_answers(llm, reference) -> None:
+    """The scores are transformers', for the answers that the same seed gives with n = 6."""
+    model, _ = reference
+    common = {"temperature": 1.5, "seed": 3, "max_tokens": 6}
+    (every,) = llm.generate(PROMPTS[1], SamplingParams(n=6, **common))
+    ids, scores = every.prompt_token_ids, []
+    for answer in every.outputs:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + answer.token_ids])).logits[0, len(ids) - 1 : -1]
+        of_each = torch.log_softmax(logits.double(), -1)[range(len(answer.token_ids)), answer.token_ids]
+        scores.append((float(of_each.sum()), answer.token_ids))
+    wanted = [tokens for _, tokens in sorted(scores, reverse=True)]
+    assert wanted != [answer.token_ids for answer in every.outputs]
+    for n, logprobs in ((1, None), (3, 2)):
+        params = SamplingParams(n=n, best_of=6, logprobs=logprobs, **common)
+        (found,) = llm.generate(PROMPTS[1], params)
+        assert [answer.token_ids for answer in found.outputs] == wanted[:n]
+        assert [answer.index for answer in found.outputs] == list(range(n))
+        for answer in found.outputs:
+            assert (answer.logprobs is None) == (answer.cumulative_logprob is None) == (logprobs is None)
+    with pytest.raises(RequestError, match="best_of chooses among whole answers"):
+        next(iter(llm.stream(PROMPTS[1], SamplingParams(best_of=2))))
+
+
 def test_samples_differ_and_a_seed_repeats_them(llm) -> None:
     params = SamplingParams(n=3, temperature=1.5, seed=7, max_tokens=6, ignore_eos=True)
     (first,), (second,) = llm.generate(PROMPTS[0], params), llm.generate(PROMPTS[0], params)
@@ -199,6 +247,10 @@ def test_an_error_names_the_field_and_ends_the_others(llm) -> None:
         (SamplingParams(min_tokens=9, max_tokens=3), "min_tokens is 9 and max_tokens is 3"),
         (SamplingParams(n=65), "n is 65"),
         (SamplingParams(logprobs=21), "logprobs is 21"),
+        (SamplingParams(prompt_logprobs=21), "^prompt_logprobs is 21; wanted 0 to 20"),
+        (SamplingParams(prompt_logprobs=-1), "^prompt_logprobs is -1"),
+        (SamplingParams(n=3, best_of=2), "best_of is 2 and n is 3; wanted best_of of n or more"),
+        (SamplingParams(best_of=65), "is 65"),
         (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids has 1000000"),
         (SamplingParams(temperature=math.nan), "temperature is nan"),
         (BeamSearchParams(beam_width=65), "beam_width is 65"),
