@@ -27,7 +27,7 @@ class SamplingParams:
     """Parameters that shape an answer.
 
     temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: draw from all tokens. n: answers to each prompt.
-    best_of: answers to draw, of which the n with the highest log probability are returned, best first; not
+    best_of: answers to draw; the n with the highest log probability are returned, best first; not
     for streams. max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for
     each step, besides the drawn one. prompt_logprobs: the same for each token of the prompt. seed: the same
     seed gives the same answers; sample i has the seed plus i. stop: texts that end an answer, which omits

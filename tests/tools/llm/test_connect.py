@@ -98,6 +98,8 @@ def test_greedy_answers_are_those_of_transformers(llm, reference) -> None:
         SamplingParams(temperature=0, max_tokens=None, stop=["e", "a"], include_stop_str_in_output=True),
         SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=2, stop_token_ids=[7]),
         SamplingParams(temperature=0, max_tokens=0),
+        SamplingParams(n=2, best_of=5, temperature=1.5, seed=7, max_tokens=6),
+        SamplingParams(best_of=3, temperature=1.5, seed=7, max_tokens=6, logprobs=1),
         SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["high", "low"]}),
     ],
 )
@@ -184,6 +186,8 @@ def test_errors_of_the_service_have_the_classes_of_an_llm(llm) -> None:
         (SamplingParams(temperature="hot"), RequestError, "temperature"),  # type: ignore[arg-type]
         (SamplingParams(max_tokens=10**6), RequestError, "max_tokens"),
         (BeamSearchParams(2), UnsupportedError, "a service has no beam search"),
+        (SamplingParams(prompt_logprobs=1), UnsupportedError, "a service returns no prompt_logprobs"),
+        (SamplingParams(n=2, best_of=1), RequestError, "best_of is 1 and n is 2"),
     ):
         with pytest.raises(kind, match=text):
             llm.generate(PROMPTS, params)
