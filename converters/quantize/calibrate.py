@@ -39,7 +39,6 @@ from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
 from tridecode.converters.quantize.texts import (
     BUILT_IN_NOTE,
-    SEQUENCE_TOKENS,
     check_texts,
     token_sequences,
 )
@@ -50,7 +49,6 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 
 _TUNING_SHARE = 0.9  # shares of a layer's time, for the progress
 _TOGETHER_SHARE = 0.3  # share of the total time
-_CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
 
 
 def calibrate(
@@ -68,11 +66,8 @@ def calibrate(
     weights that are not finite, or a layer that cannot be tuned, ConfigError for texts beyond the limits.
     """
     checkpoint, config = planned.checkpoint, planned.config
-    if checkpoint.plan is not None:
-        wanted = "calibration needs the checkpoint it was made from"
-        raise UnsupportedError(f"{checkpoint.path} is a weight directory; {wanted}")
-    if config.layer_sizes:
-        raise UnsupportedError(f"{checkpoint.path} is pruned; calibration wants layers of equal sizes")
+    if why := obstacle(planned):
+        raise UnsupportedError(why)
     notes = [] if texts is not None else [BUILT_IN_NOTE]
     texts = BUILT_IN if texts is None else texts
     check_texts(texts, "calibration texts")
@@ -91,6 +86,17 @@ def calibrate(
         result = calibrate_model(model, planned, sequences, method, progress, folder=folder)
     result.notes += notes
     return result
+
+
+def obstacle(planned: PlannedConversion) -> str:
+    """Return why the checkpoint cannot be calibrated; "" if nothing is known."""
+    checkpoint = planned.checkpoint
+    if checkpoint.plan is not None:
+        wanted = "calibration needs the checkpoint it was made from"
+        return f"{checkpoint.path} is a weight directory; {wanted}"
+    if planned.config.layer_sizes:
+        return f"{checkpoint.path} is pruned; calibration wants layers of equal sizes"
+    return ""
 
 
 def calibrate_model(
@@ -306,25 +312,6 @@ def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> 
         return []
     found = f"{num_tokens:,} calibration tokens are few for matrices of {inputs:,} inputs"
     return [f"{found}: {method.name} wants {wanted:,} or more, or loses on other texts"]
-
-
-def long_time(planned: PlannedConversion, method: Method) -> list[str]:
-    """Return a warning if the method trains on a CPU."""
-    tuning, config = method.tuning, planned.config
-    if tuning is None or choose_device(EngineConfig()).type != "cpu":
-        return []
-    covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
-    weights = sum(math.prod(spec.shape) for spec in covered) // config.num_layers
-    longest = min(SEQUENCE_TOKENS, config.max_positions)
-    steps = tuning.steps + tuning.together_steps
-    tokens = steps * tuning.sequences(longest) * longest
-    operations = 6 * weights * tokens  # GEMMs of the outputs, and of the gradients of inputs and weights
-    minutes = operations / _CPU_OPERATIONS_PER_S / 60
-    return [
-        f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps and all "
-        f"together for {tuning.together_steps:,}, which is slow without a GPU: up to {minutes:,.1f} minutes "
-        f"a layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
-    ]
 
 
 def _dtype_that_fits(planned: PlannedConversion) -> torch.dtype:

@@ -44,7 +44,7 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
-from tridecode.tools.build_repo.calibration import Calibration, calibrated
+from tridecode.tools.build_repo.calibration import Calibration, calibrated, usable
 from tridecode.tools.build_repo.draft import Draft, plain_tokenizer, plan_draft
 from tridecode.tools.build_repo.heads import HeadFiles, is_heads, plan_heads
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
@@ -128,10 +128,7 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
-    if calibration is not None:
-        method = calibration.method
-        how = f"matrices of layers: {method.quantization.weights}, calibrated by {method.name}"
-    if how:
+    if how and calibration is None:
         console.print(how, markup=False)
     for note in planned.notes:
         console.print(note)
@@ -153,6 +150,7 @@ def build_repo(
     hf_tokenizer = _tokenizer(
         checkpoint, Path(tokenizer) if tokenizer is not None else None, models(has_tokenizer=False), console
     )
+    calibration = usable(calibration, planned, hf_tokenizer, console)
     chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
     drafting: Draft | HeadFiles | None = None

@@ -1,4 +1,4 @@
-"""`build-repo --quantize int8-gptq|...|smoothquant`: rounding with statistics of calibration texts."""
+"""`build-repo --quantize int8|int8-gptq|...|smoothquant`: rounding with statistics of calibration texts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,72 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.converters.convert import PlannedConversion
-from tridecode.converters.quantize.calibrate import calibrate, long_time
-from tridecode.converters.quantize.methods import METHODS, Method, method_of
+from tridecode.converters.parity.reference import too_large
+from tridecode.converters.quantize.calibrate import calibrate, obstacle
+from tridecode.converters.quantize.method_names import DEFAULT_METHODS, METHODS
+from tridecode.converters.quantize.methods import Method, method_of
+from tridecode.converters.quantize.texts import BUILT_IN_NOTE
 from tridecode.converters.quantize.tune import Tuning
+from tridecode.tools.build_repo.calibration_time import long_time
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """texts: None: the built-in ones."""
+    """texts: None: the built-in ones. optional: where the method cannot run, matrices are rounded to nearest
+    in its format.
+    """
 
     method: Method
     texts: list[str] | None = None
+    optional: bool = False
 
 
 def calibration_by(name: str | None, group: int, steps: int, texts: list[str] | None) -> Calibration | None:
     """The calibration of --quantize; None for a name that needs none. steps: of int4-tuned, a layer."""
-    if name not in METHODS:
+    chosen = DEFAULT_METHODS.get(name or "", name)
+    if chosen not in METHODS:
         return None
     tuning = Tuning(steps, together_steps=-(-2 * steps // 3))
-    return Calibration(method_of(str(name), group, tuning), texts)
+    return Calibration(method_of(str(chosen), group, tuning), texts, optional=name in DEFAULT_METHODS)
+
+
+def usable(
+    calibration: Calibration | None,
+    planned: PlannedConversion,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
+) -> Calibration | None:
+    """Print how the matrices are rounded, and return the calibration; None for an optional one that this
+    checkpoint or machine does not allow.
+    """
+    if calibration is None:
+        return None
+    if calibration.optional and (why := _obstacle(planned, tokenizer)):
+        _say_nearest(console, calibration, why)
+        return None
+    method = calibration.method
+    console.print(
+        f"matrices of layers: {method.quantization.weights}, calibrated by {method.name}", markup=False
+    )
+    return calibration
+
+
+def _obstacle(planned: PlannedConversion, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    checkpoint = planned.checkpoint
+    if found := obstacle(planned):
+        return found
+    if tokenizer is None:
+        return f"{checkpoint.path} has no tokenizer; calibration wants one for its texts"
+    if not checkpoint.has_reference:
+        return f"transformers has no class for {checkpoint.path}, and calibration runs its model"
+    return too_large(planned.config).replace("the comparison", "calibration")
+
+
+def _say_nearest(console: Console, calibration: Calibration, why: str) -> None:
+    weights = calibration.method.quantization.weights
+    console.print(f"matrices of layers: {weights}, rounded to nearest: {why}", markup=False)
 
 
 def calibrated(
@@ -39,11 +85,18 @@ def calibrated(
 ) -> PlannedConversion:
     """Calibrate, print the errors, and return the conversion that writes the result.
 
-    tokenizer: None: the source's. folder: for temporary files, until the conversion has been written.
+    tokenizer: None: the source's. folder: for temporary files, until the conversion has been written. An
+    optional calibration that the model does not allow returns `planned`.
     """
-    _warn(console, long_time(planned, calibration.method))
-    result = calibrate(planned, calibration.texts, calibration.method, tokenizer, folder)
-    _warn(console, result.notes)
+    _warn(console, long_time(planned, calibration.method, calibration.texts))
+    try:
+        result = calibrate(planned, calibration.texts, calibration.method, tokenizer, folder)
+    except UnsupportedError as error:
+        if not calibration.optional:
+            raise
+        _say_nearest(console, calibration, str(error))
+        return planned
+    _warn(console, [note for note in result.notes if not (calibration.optional and note == BUILT_IN_NOTE)])
     worst = max(result.errors, key=lambda name: result.errors[name])
     mean = sum(result.errors.values()) / len(result.errors)
     console.print(

@@ -12,11 +12,16 @@ from tridecode.backend.configuration.model_config import DTYPES
 from tridecode.backend.weights.quantization import ROUNDED, Quantization
 from tridecode.converters.model_source import find_model
 from tridecode.converters.parity.grades import Floor
-from tridecode.converters.quantize.method_names import METHODS
+from tridecode.converters.quantize.method_names import DEFAULT_METHODS, METHODS, NEAREST
 from tridecode.converters.quantize.texts import GivenText, read_given_text, read_texts
 from tridecode.model_repo_templates.repository import engine_texts, repository_models
 from tridecode.model_repo_templates.served import DEFAULT, PRESETS
 from tridecode.tools.build_repo.staging import check_output
+
+#: values of --quantize that round to nearest, and their formats
+_ROUNDING = {NEAREST.get(name, name): found for name, found in ROUNDED.items()}
+#: values of --quantize that take texts
+_CALIBRATED = (*DEFAULT_METHODS, *METHODS)
 
 
 def check_repository(
@@ -78,11 +83,12 @@ def contracts_of(preset: str | None, contracts: list[str], ensemble_owner: str) 
 
 def quantization_of(name: str | None, group: int) -> Quantization | None:
     """Return the format of --quantize; None for a calibrated one and for "none"."""
-    if name is None or name in ("none", *METHODS):
+    if name is None or name in ("none", *_CALIBRATED):
         return None
-    if name not in ROUNDED:
-        raise ConfigError(f"--quantize {name}: wanted one of {', '.join((*ROUNDED, *METHODS))}, none")
-    found = ROUNDED[name]
+    if name not in _ROUNDING:
+        wanted = ", ".join((*DEFAULT_METHODS, *_ROUNDING, *METHODS))
+        raise ConfigError(f"--quantize {name}: wanted one of {wanted}, none")
+    found = _ROUNDING[name]
     return replace(found, group=group) if found.weights == "int4" else found
 
 
@@ -90,8 +96,9 @@ def calibration_texts(name: str | None, file: Path | None) -> list[str] | None:
     """Return the texts of --calibrate; None without a file."""
     if file is None:
         return None
-    if name not in METHODS:
-        raise ConfigError(f"--calibrate {file} with --quantize {name}; wanted one of {', '.join(METHODS)}")
+    if name not in _CALIBRATED:
+        wanted = ", ".join(_CALIBRATED)
+        raise ConfigError(f"--calibrate {file} with --quantize {name}; wanted one of {wanted}")
     return read_texts(file)
 
 

@@ -24,7 +24,12 @@ def test_kl_agreement_and_errors_are_those_of_transformers(tmp_path: Path) -> No
     source, file = save(model, tmp_path / "hf"), tmp_path / "given.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     repo_commands.build_repo(
-        str(source), tmp_path / "repo", quantize="int8", quantize_floor="5,0", dtype="fp32", parity_text=file
+        str(source),
+        tmp_path / "repo",
+        quantize="int8-nearest",
+        quantize_floor="5,0",
+        dtype="fp32",
+        parity_text=file,
     )
     parity = json.loads((tmp_path / "repo" / "PARITY.json").read_text())
     found, int8 = parity["text"], Quantization("int8")

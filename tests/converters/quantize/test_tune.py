@@ -16,8 +16,7 @@ from tests.converters.quantize.float64 import InFloat64
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.quantize import calibrate as calibration
-from tridecode.converters.quantize.calibrate import calibrate_model, long_time
+from tridecode.converters.quantize.calibrate import calibrate_model
 from tridecode.converters.quantize.calibrated import Calibrated
 from tridecode.converters.quantize.methods import Method, method_of
 from tridecode.converters.quantize.products import layer_run
@@ -324,12 +323,3 @@ def test_progress_moves_while_a_layer_is_tuned(tmp_path: Path) -> None:
     specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
     assert sum(told) == 4 * sum(int(torch.Size(spec.shape).numel()) for spec in specs)
     assert len(told) == 2 * (4 + 1) + 2 + 1 and min(told) >= 0
-
-
-def test_a_cpu_is_said_to_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = planned_of("gpt2", tmp_path / "m")
-    (note,) = long_time(planned, method_of("int4-tuned", GROUP))
-    assert "trains each of 2 layers for 300 steps and all together for 200, which is slow" in note
-    assert long_time(planned, method_of("int4-awq-gptq", GROUP)) == []
-    monkeypatch.setattr(calibration, "choose_device", lambda config: torch.device("cuda"))
-    assert long_time(planned, method_of("int4-tuned", GROUP)) == []

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoints import FAMILIES, TEXTS, save
-from tridecode.backend.base.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError, UnsupportedError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.lora import TARGETS_FILE
-from tridecode.converters.quantize.methods import METHODS
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.converters.parity import reference as parity_reference
+from tridecode.converters.quantize.methods import METHODS, method_of
+from tridecode.tools.build_repo import calibration, calibration_time
 from tridecode.tools.build_repo import commands as repo_commands
+from tridecode.tools.build_repo.calibration_time import long_time
 
 FOLDED = ("int4-awq", "int4-awq-gptq", "int4-tuned", "smoothquant", "smoothquant-gptq")
 WEIGHTS = Path("fastertransformer/1/1-gpu")
@@ -20,6 +28,7 @@ WEIGHTS = Path("fastertransformer/1/1-gpu")
 
 def build(tmp_path: Path, method: str, **options) -> Path:
     """The command, with a floor that a tiny random model reaches."""
+    tmp_path.mkdir(exist_ok=True)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     source = save(FAMILIES["llama"](), tmp_path / "source")
@@ -57,15 +66,104 @@ def test_without_texts_a_warning_is_printed(tmp_path: Path, capsys) -> None:
     assert "warning: calibrated with a built-in text" in capsys.readouterr().out
 
 
+# ---------------------------------------------------------------- int8
+
+
+def test_int8_is_calibrated_by_gptq_and_needs_no_texts(tmp_path: Path, capsys) -> None:
+    models = {name: build(tmp_path / name, name, parity=False) for name in ("int8", "int8-gptq")}
+    text = capsys.readouterr().out
+    assert text.count("calibrated by int8-gptq") == 2 and "rounded to nearest" not in text
+    assert _files(models["int8"]) == _files(models["int8-gptq"])
+    alone = build(tmp_path / "alone", "int8", calibrate=None, parity=False)
+    assert "warning: calibrated with a built-in text" not in capsys.readouterr().out
+    nearest = build(tmp_path / "nearest", "int8-nearest", calibrate=None, parity=False)
+    assert "int8, rounded to nearest" in capsys.readouterr().out
+    values = [_files(one) for one in (models["int8"], alone, nearest)]
+    assert len({tuple(sorted(one.items())) for one in values}) == 3  # other texts, other levels
+    for one in (models["int8"], alone, nearest):
+        assert read_model_config(one / WEIGHTS).quantization == Quantization("int8")
+
+
+def test_int8_of_what_cannot_be_calibrated_is_rounded_to_nearest(tmp_path: Path, capsys) -> None:
+    """A weight directory, a checkpoint without a tokenizer, and a machine without the memory."""
+    source = save(FAMILIES["gpt2"](), tmp_path / "source")
+    options = {"dtype": "fp32", "parity": False, "quantize": "int8"}
+    repo_commands.build_repo(str(source), tmp_path / "dense", **{**options, "quantize": None})
+    directory = tmp_path / "dense" / WEIGHTS
+    repo_commands.build_repo(str(directory), tmp_path / "again", **options)
+    assert "rounded to nearest" in (text := capsys.readouterr().out) and "is a weight directory" in text
+    repo_commands.build_repo(str(source), tmp_path / "nearest", **{**options, "quantize": "int8-nearest"})
+    assert _files(tmp_path / "again") == _files(tmp_path / "nearest")
+    for file in source.glob("*token*"):
+        file.unlink()
+    capsys.readouterr()
+    repo_commands.build_repo(str(source), tmp_path / "without", **options)
+    assert "has no tokenizer; calibration wants one" in capsys.readouterr().out
+    assert _files(tmp_path / "without") == _files(tmp_path / "nearest")
+    with pytest.raises(UnsupportedError, match="weight directory; calibration needs the checkpoint"):
+        repo_commands.build_repo(str(directory), tmp_path / "no", **{**options, "quantize": "int8-gptq"})
+
+
+def test_int8_needs_memory_for_the_model_or_is_rounded_to_nearest(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(FAMILIES["gpt2"](), tmp_path / "source")
+    monkeypatch.setattr(parity_reference, "free_memory", lambda place: 1000)
+    repo_commands.build_repo(str(source), tmp_path / "models", quantize="int8", dtype="fp32", parity=False)
+    text = capsys.readouterr().out
+    assert "rounded to nearest: calibration needs" in text and "GiB are available" in text
+
+
+def test_int8_of_a_model_that_calibration_does_not_know_is_rounded_to_nearest(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*arguments: object) -> None:
+        raise UnsupportedError("the model to calibrate has no list of layers")
+
+    monkeypatch.setattr(calibration, "calibrate", unknown)
+    build(tmp_path, "int8", parity=False)
+    assert "rounded to nearest: the model to calibrate has no list" in capsys.readouterr().out
+    assert read_model_config(tmp_path / "models" / WEIGHTS).quantization == Quantization("int8")
+    with pytest.raises(UnsupportedError, match="no list of layers"):
+        build(tmp_path / "gptq", "int8-gptq", parity=False)
+
+
+def _files(models: Path) -> dict[str, bytes]:
+    """The matrices' values and scales by name."""
+    return {path.name: path.read_bytes() for path in (models / WEIGHTS).glob("*.weight.*")}
+
+
+def test_a_cpu_is_said_to_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan_conversion(open_checkpoint(save(FAMILIES["gpt2"](), tmp_path / "m")), "fp32")
+    (note,) = long_time(planned, method_of("int4-tuned", 16))
+    assert "trains each of 2 layers for 300 steps and all together for 200, which is slow" in note
+    assert long_time(planned, method_of("int8-gptq")) == []
+    large = replace(planned, conversions=planned.conversions * 10**6)
+    (note,) = long_time(large, method_of("int8-gptq"))
+    assert "minutes without a GPU" in note and "--quantize int8-nearest needs no calibration" in note
+    (note,) = long_time(large, method_of("int4-awq", 16))
+    assert "instead" not in note and "nearest" not in note
+    monkeypatch.setattr(calibration_time, "choose_device", lambda config: torch.device("cuda"))
+    for name in ("int4-tuned", "int8-gptq"):
+        assert long_time(large, method_of(name, 16)) == []
+
+
+# ---------------------------------------------------------------- refused
+
+
 @pytest.mark.parametrize(
     "method, options, complaint",
     [
         (
-            "int8",
+            "int8-nearest",
             {},
-            "--calibrate .* with --quantize int8; wanted one of int8-gptq, fp8-gptq, w8a8-int8-gptq",
+            "--calibrate .* with --quantize int8-nearest; wanted one of int8, int8-gptq, fp8-gptq",
         ),
-        ("gptq", {"calibrate": None}, "--quantize gptq: wanted one of int8, fp8, int4, w8a8-int8"),
+        (
+            "gptq",
+            {"calibrate": None},
+            "--quantize gptq: wanted one of int8, int8-nearest, fp8, int4, w8a8",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
