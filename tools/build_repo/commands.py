@@ -121,11 +121,11 @@ def build_repo(
         str | None,
         _quantised(
             metavar="FORMAT",
-            help="Format of the layers' matrices. Rounded: int8, int4, fp8; with activations in 8 bit: "
-            "w8a8-int8, w8a8-fp8, w8a8-fp8-blocks (docs/guides/quantization.md). Calibrated: one of these "
-            "with -gptq, int4-awq, int4-awq-gptq, int4-tuned (the most accurate int4, and the slowest to "
-            "build), smoothquant, smoothquant-gptq (docs/guides/calibration.md). none: dequantise the "
-            "checkpoint.",
+            help="Format of the layers' matrices. int8: calibrated where the model can run. Rounded: "
+            "int8-nearest, int4, fp8; with activations in 8 bit: w8a8-int8, w8a8-fp8, w8a8-fp8-blocks "
+            "(docs/guides/quantization.md). Calibrated: int8, fp8, int4 or one of w8a8 with -gptq, int4-awq, "
+            "int4-awq-gptq, int4-tuned (the most accurate int4, and the slowest to build), smoothquant, "
+            "smoothquant-gptq (docs/guides/calibration.md). none: dequantise the checkpoint.",
         ),
     ] = None,
     calibrate: Annotated[
