@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.engine.host_tier.readiness import SHARES
 
 #: seconds between two pieces, in which steps get the driver's lock. The host of an H200 populates 2 GB/s and
 #: pins 20 GB/s of populated memory; without the rest a step waited for up to 0.2 s, and 1 s if fresh
-_REST_S = 0.001
+_REST_S = 0.0003
+#: bytes that are to remain available on the host, or the tier is off: others have taken the rest meanwhile
+_RESERVE_BYTES = 64 << 20
 _HUGEPAGE, _POPULATE_WRITE = 14, 23  # of madvise; Linux before 5.14 does not know the latter
 
 _libc = ctypes.CDLL(None)  # which releases the interpreter's lock
@@ -79,15 +82,19 @@ class Pinning:
         for piece in self._pieces:
             if self._stops:
                 return "another rank could not pin its memory"
+            if (free := available_memory()) < _RESERVE_BYTES:
+                return f"{self._progress()}, then the host has only {free:,} left"
             _populate(piece)
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
             if code:
-                found = sum(one.nbytes for one in self._pinned)
-                wanted = sum(one.nbytes for one in self._pieces)
-                return f"the driver pinned {found:,} of {wanted:,} bytes (cudaHostRegister returned {code})"
+                return f"{self._progress()} (cudaHostRegister returned {code})"
             self._pinned.append(piece)
             time.sleep(_REST_S)
         return ""
+
+    def _progress(self) -> str:
+        found, wanted = (sum(one.nbytes for one in pieces) for pieces in (self._pinned, self._pieces))
+        return f"the driver pinned {found:,} of {wanted:,} bytes"
 
 
 def _populate(piece: Tensor) -> None:

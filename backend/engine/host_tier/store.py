@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.engine.host_tier.checksum import UNIT_BYTES, Checksums
+from tridecode.backend.engine.host_tier.checksum import Checksums
 from tridecode.backend.engine.host_tier.pinning import Pinning
 from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.parts.host_copies import HostCopies
@@ -23,6 +23,8 @@ _PIECE_BYTES = 16 << 20
 #: bytes of one copy, or a block if it is larger: the small copies of a step share the copy engines, and wait
 _COPY_BYTES = 8 << 20
 _WORD_BYTES = 8
+#: a slot begins with a page, so that pieces can be pinned; a multiple of UNIT_BYTES
+_PAGE_BYTES = 4096
 
 
 class Transfer:
@@ -264,7 +266,7 @@ def parts_of_slot(sizes: Sequence[int]) -> tuple[list[int], int]:
     sizes: bytes of a block in each tensor.
     """
     ends = np.cumsum([-(-size // _WORD_BYTES) * _WORD_BYTES for size in sizes]).tolist()
-    return [0, *ends[:-1]], -(-ends[-1] // UNIT_BYTES) * UNIT_BYTES
+    return [0, *ends[:-1]], -(-ends[-1] // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _words(tensor: Tensor) -> Tensor:

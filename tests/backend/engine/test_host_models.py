@@ -21,7 +21,7 @@ from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
-from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, Submit
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
@@ -83,7 +83,9 @@ def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory
             logits = np.stack(other.logits)
             assert np.abs(np.stack(one.logits) - logits).max() < 2 * fp32_bound(logits)
     assert tier.tokens > 0 and tier.faults == 0 and offline.scheduler.cache.index.evictions > 0
-    assert offline.scheduler.counters.preemptions > 0
+    swapped = SamplingParams(max_tokens=24)  # together they need more blocks than there are
+    assert_same([offline.generate(prompts, swapped)], [without.generate(prompts, swapped)])
+    assert offline.scheduler.counters.preemptions > 0 and tier.faults == 0
     flush(offline)
     assert tier.slots.num_available == tier.slots.num_blocks
     blocks = {key: slot for key, slot in tier.slots._blocks.items()}
@@ -95,6 +97,44 @@ def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory
     full = sum((len(prompt) - 1) // 8 for prompt in prompts)
     assert after.scheduler.cache.cached_tokens == 8 * full, "every full block was there"
     assert tier_of(after).tokens > 0 and tier_of(after).faults == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "family",
+    [name if name in RANKED else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
+)
+def test_requests_continue_on_the_next_engine_with_the_blocks_of_their_answers(
+    family: str, memory: int
+) -> None:
+    """The engine is killed while four answers grow; the next one gets the prompts and what was sent."""
+    model = FAMILIES[family]()
+    prompts = prompts_of([17, 9, 24, 12], model.config.vocab_size)
+    params = SamplingParams(max_tokens=36)
+    wanted = [
+        one.tokens
+        for one in small_engine(model, None, blocks=40, cache_scope="none").generate(prompts, params)
+    ]
+    offline = small_engine(model, memory, blocks=40)
+    tier_of(offline)
+    numbers = [offline.submit(prompt, params) for prompt in prompts]
+    while min(len(offline.generations[number].tokens) for number in numbers) < 30:
+        offline.step()
+    sent = [list(offline.generations[number].tokens) for number in numbers]
+    assert all(offline.generations[number].finish == "" for number in numbers)
+    del offline  # nothing is saved or copied any more
+    after = small_engine(model, memory, blocks=40)
+    tier = tier_of(after)
+    for number, (prompt, tokens) in enumerate(zip(prompts, sent)):
+        after.generations.append(Generation())
+        request = SequenceRequest(np.array(prompt, np.int32).tobytes(), params)
+        before = [Sent(np.array(tokens, "<i4").tobytes())]
+        after.scheduler.submit(b"offline", Submit(number, [request], sent=before))
+    after.run()
+    assert [[*tokens, *one.tokens] for tokens, one in zip(sent, after.generations)] == wanted
+    known = sum(map(len, prompts)) + sum(map(len, sent))
+    assert tier.tokens >= 0.5 * known and computed(after) <= known - tier.tokens
+    assert tier.faults == 0
 
 
 @torch.inference_mode()
