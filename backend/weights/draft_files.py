@@ -27,6 +27,7 @@ HEADS, MODEL = "heads", "model"
 MOST_DEPTH = 15
 _MAX_INFO_BYTES = 1 << 20
 _MAX_WIDTH = 1 << 20
+_WIDTH = 4096
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -119,6 +120,11 @@ def other_target(info: DraftInfo, digest: str) -> str:
         f"the drafter was trained for the checkpoint {info.target[:12]}; the served one is {digest[:12]}: "
         "answers are the same, but fewer drafts may be accepted"
     )
+
+
+def usual_width(hidden: int) -> int:
+    """Return the size of the inner layer of heads for a hidden size: twice as large, up to _WIDTH."""
+    return max(hidden, min(2 * hidden, _WIDTH))
 
 
 def head_shapes(hidden: int, width: int, depth: int) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU_TESTS = (
     "tests/kernels",
     "tests/backend/engine/test_draft_model_gpu.py",
+    "tests/backend/engine/test_heads_gpu.py",
     "tests/backend/engine/test_drafts_gpu.py",
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",

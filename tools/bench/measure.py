@@ -76,7 +76,7 @@ class Job:
     prefix_cache: bool = False  # the engine's setting; off: rounds repeat their prompts, and compute them
     cache_bytes: int | None = None  # the engine's setting
     speculation: str = "off"  # the engine's setting
-    draft: str = ""  # with speculation "draft": a preset, a weight directory or a repository
+    draft: str = ""  # speculation "draft": a preset, a weight directory or a repository; "heads": a folder
     host_cache_bytes: int = 0  # the engine's setting
 
     @property

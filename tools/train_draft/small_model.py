@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
@@ -18,7 +17,7 @@ from tridecode.converters.sources import Checkpoint
 from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer, save_tokenizer
 from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.texts import Text
-from tridecode.tools.train_draft.training import CLIP, Plan, autocast, rate_at
+from tridecode.tools.train_draft.training import CLIP, Plan, Vocabulary, autocast, rate_at
 
 _ROWS = 512  # positions whose logits are computed together
 
@@ -74,6 +73,9 @@ def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, devic
     optimizer = torch.optim.AdamW(
         [one for one in model.parameters() if one.requires_grad], lr=plan.rate, weight_decay=0.01
     )
+    every = torch.cat([torch.from_numpy(text.ids).long() for text in texts])
+    head = model.get_output_embeddings()
+    vocabulary = Vocabulary(every, head.weight.detach(), getattr(head, "bias", None))
     groups = _groups([len(text.ids) for text in texts], plan.batch)
     steps, order = len(groups) * plan.epochs, np.random.default_rng(plan.seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
@@ -82,7 +84,7 @@ def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, devic
             if step % len(groups) == 0:
                 shuffled = order.permutation(len(groups))
             part = [texts[index] for index in groups[shuffled[step % len(groups)]]]
-            _step(model, part, device)
+            _step(model, part, vocabulary, device)
             clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             schedule.step()
@@ -100,7 +102,7 @@ def _groups(lengths: list[int], tokens: int) -> list[list[int]]:
     return groups
 
 
-def _step(model: PreTrainedModel, texts: list[Text], device: torch.device) -> None:
+def _step(model: PreTrainedModel, texts: list[Text], vocabulary: Vocabulary, device: torch.device) -> None:
     """Add the gradients of a batch of texts; only tokens of the answers count."""
     longest = max(len(text.ids) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
@@ -112,13 +114,11 @@ def _step(model: PreTrainedModel, texts: list[Text], device: torch.device) -> No
         hidden = _last_hidden(model, ids.to(device))
     wanted = labels.to(device).view(-1)
     rows = (wanted >= 0).nonzero().squeeze(1)
-    leaf = hidden.detach().flatten(0, 1).requires_grad_()
+    leaf = hidden.detach().flatten(0, 1).float().requires_grad_()
     for part in rows.split(_ROWS):  # the logits of all together would be large
-        with autocast(device):
-            logits = model.get_output_embeddings()(leaf[part])
-        (cross_entropy(logits.float(), wanted[part], reduction="sum") / len(rows)).backward()
+        (vocabulary.loss(leaf[part], wanted[part], "sum") / len(rows)).backward()
     assert leaf.grad is not None
-    hidden.backward(leaf.grad.view_as(hidden))
+    hidden.backward(leaf.grad.view_as(hidden).to(hidden.dtype))
 
 
 def _last_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:

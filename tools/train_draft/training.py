@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from tridecode.backend.weights.draft_files import usual_width
 from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.heads import Heads
 from tridecode.tools.train_draft.texts import Text
@@ -18,8 +19,6 @@ from tridecode.tools.train_draft.texts import Text
 #: a head counts this much of the head before it: a draft is worth nothing behind a wrong one
 _DECAY = 0.8
 _WARM_UP = 0.05  # share of the steps in which the learning rate rises
-#: the inner layer is twice as wide as the hidden state up to this size
-_WIDTH = 4096
 CLIP = 1.0  # norm of the gradient
 
 
@@ -37,7 +36,7 @@ class Plan:
 
     def width_of(self, hidden: int) -> int:
         """Return the size of the inner layer for a hidden size."""
-        return self.width or max(hidden, min(2 * hidden, _WIDTH))
+        return self.width or usual_width(hidden)
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,35 @@ def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
     )
 
 
+class Vocabulary:
+    """The ids among which a drafter learns to choose, and their rows of the target's head.
+
+    A GPU has time for all ids. A CPU takes those that occur in the texts, a tenth or less of the vocabulary;
+    the logits of the others remain those of the untrained drafter, and are seldom the largest.
+
+    ids: of the texts. head: (V, C) on the device; bias: (V,) or None.
+    """
+
+    def __init__(self, ids: Tensor, head: Tensor, bias: Tensor | None):
+        self._numbers: Tensor | None = None
+        if head.device.type == "cpu":
+            chosen = ids.unique()
+            self._numbers = torch.full((len(head),), -100).index_copy_(0, chosen, torch.arange(len(chosen)))
+            head, bias = head[chosen], None if bias is None else bias[chosen]
+        dtype = torch.bfloat16 if uses_bf16(head.device) else torch.float32
+        self._head, self._bias = head.to(dtype), None if bias is None else bias.to(dtype)
+
+    def loss(self, hidden: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Return the cross entropy of ids.
+
+        hidden: (B, C) float32, inputs of the head. labels: (B,) ids, -100 for none.
+        """
+        if self._numbers is not None:
+            labels = torch.where(labels < 0, labels, self._numbers[labels.clamp(min=0)])
+        logits = linear(hidden.to(self._head.dtype), self._head, self._bias)
+        return cross_entropy(logits.float(), labels, ignore_index=-100, reduction=reduction)
+
+
 def train_heads(
     states: States, embedding: Tensor, head: Tensor, bias: Tensor | None, plan: Plan, device: torch.device
 ) -> Heads:
@@ -93,7 +121,7 @@ def train_heads(
     per_epoch = -(-len(states.places) // plan.batch)
     steps = per_epoch * plan.epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
-    half = autocast(device)
+    half, vocabulary = autocast(device), Vocabulary(states.ids, head, bias)
     with counter("training, steps", steps) as show:
         for step in range(steps):
             if step % per_epoch == 0:
@@ -105,7 +133,7 @@ def train_heads(
             e = embedding[states.ids[rows + 1].to(device)].float()
             with half:
                 guesses = heads(z, e)
-            _backward(guesses, labels, head, bias, half)
+            _backward(guesses, labels, vocabulary)
             torch.nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
             optimizer.step()
             schedule.step()
@@ -114,20 +142,15 @@ def train_heads(
     return heads
 
 
-def _backward(
-    guesses: Tensor, labels: Tensor, head: Tensor, bias: Tensor | None, half: torch.autocast
-) -> None:
+def _backward(guesses: Tensor, labels: Tensor, vocabulary: Vocabulary) -> None:
     """Add the gradients of the loss, one head after the other: the logits of all together would be large."""
-    leaf = guesses.detach().requires_grad_()
+    leaf = guesses.detach().float().requires_grad_()
     for number in range(guesses.shape[1]):
         if not bool((labels[:, number] >= 0).any()):
             continue
-        with half:
-            logits = linear(leaf[:, number], head, bias)
-        loss = cross_entropy(logits.float(), labels[:, number], ignore_index=-100)
-        (loss * _DECAY**number).backward()
+        (vocabulary.loss(leaf[:, number], labels[:, number]) * _DECAY**number).backward()
     assert leaf.grad is not None
-    guesses.backward(leaf.grad)
+    guesses.backward(leaf.grad.to(guesses.dtype))
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -140,8 +163,11 @@ def rate_at(step: int, steps: int) -> float:
 
 def autocast(device: torch.device) -> torch.autocast:
     """Return a context in which products are in bfloat16, where they are faster so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(device))
+
+
+def uses_bf16(device: torch.device) -> bool:
+    """Return whether products in bfloat16 are faster than in float32."""
     if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported()
-    else:
-        has_bf16 = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16)
+        return torch.cuda.is_bf16_supported()
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()

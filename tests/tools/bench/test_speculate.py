@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
+from tridecode.tools.cli import app
 
 
 def test_forced_drafts_give_three_tokens_a_step_and_the_plain_text(tmp_path) -> None:
@@ -47,6 +49,29 @@ def test_a_draft_model_is_measured_with_its_own_drafts_and_forced_ones(tmp_path)
     assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
     assert rows["forced"]["drafted"] > rows["forced"]["accepted"] > 40
     assert rows["forced"]["step_ratio"] > 1.5, "four drafts of a model of the target's size"
+
+
+def test_random_heads_are_measured_with_forced_drafts(tmp_path) -> None:
+    job = make_job(
+        "toy", None, None, device="cpu", batches=(64,), prompt_tokens=20, output_tokens=37,
+        speculation="heads",
+    )  # fmt: skip
+    run_speculate(SpeculatePlan((2,), 4, 2, 1), job, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "speculate-toy-heads.json"
+    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
+    assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts"]
+    assert all(row["same_text"] and row["step_ms"] > 0 for row in rows.values())
+    assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--heads", "."], ["--heads", "random", "--draft", "toy"], ["--model", ".", "--heads", "random"]],
+)
+def test_heads_of_another_kind_of_weights_are_refused(options: list[str]) -> None:
+    done = CliRunner().invoke(app, ["bench", "speculate", *options])
+    assert done.exit_code == 2 and "wanted random with --preset, a folder with --model" in done.output
 
 
 @pytest.mark.parametrize("given", [dict(preset="toy", draft="."), dict(directory=".", draft="toy")])

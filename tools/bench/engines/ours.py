@@ -150,7 +150,7 @@ def _with_draft(job: Job, folder: Path) -> Job:
 
     Raises ConfigError for random weights with a draft model from files, and the reverse.
     """
-    if not job.draft:
+    if not job.draft or job.speculation == "heads":
         return job
     if Path(job.draft).is_dir() == bool(job.preset):
         raise ConfigError(f"--draft is {job.draft}; wanted a folder with --model, and a preset with --preset")

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.bench.options import (
     RESULTS,
     CacheDtype,
@@ -34,6 +35,13 @@ def speculate(
             help="Draft model: a preset, or a folder with --model; default: drafts by lookup.",
         ),
     ] = "",
+    heads: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="One-pass heads that train-draft wrote, with --model; random, with --preset.",
+        ),
+    ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
     kv_cache_dtype: CacheDtype = "auto",
     quantization: Quantization = None,
@@ -44,8 +52,8 @@ def speculate(
     """Measure steps of several tokens per sequence.
 
     Plain decoding, a forced number of accepted drafts, sampled text in which nothing repeats and, with a
-    draft model, its own drafts, in turns on one engine: milliseconds of a step, tokens per second, and their
-    ratios to the plain run.
+    draft model or heads, their own drafts, in turns on one engine: milliseconds of a step, tokens per second,
+    and their ratios to the plain run.
 
     \b
     Example:
@@ -54,10 +62,14 @@ def speculate(
     from tridecode.tools.bench.jobs import make_job
     from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
 
+    if heads and (draft or (heads == "random") == bool(model)):
+        raise ConfigError(f"--heads {heads}: wanted random with --preset, a folder with --model, no --draft")
     plan = SpeculatePlan(batches_of(batches), drafts, right, repeats)
     job = make_job(
         preset, model, dtype, device=device, batches=(max(64, *plan.batches),), prompt_tokens=prompt_tokens,
         output_tokens=output_tokens, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
-        int8_head=int8_head, seed=seed, speculation="draft" if draft else "lookup", draft=draft,
+        int8_head=int8_head, seed=seed,
+        speculation="draft" if draft else "heads" if heads else "lookup",
+        draft=draft or ("" if heads == "random" else heads),
     )  # fmt: skip
     run_speculate(plan, job, output)

@@ -69,6 +69,7 @@ def run_speculate(plan: SpeculatePlan, job: Job, output: Path) -> None:
     kind = "-".join(part for part in (job.quantization, job.kv_cache_dtype) if part and part != "auto")
     stem = f"speculate-{name}" + (f"-{kind}" if kind else "")
     stem += f"-{Path(job.draft).resolve().name}" if job.draft else ""
+    stem += "-heads" if job.speculation == "heads" else ""
     shown = [[row["batch"], row["kind"], *(row[key] for key in _COLUMNS)] for row in rows]
     Console().print(table(f"drafts: {name} {kind}".rstrip(), ["batch", "", *_COLUMNS.values()], shown))
     settings = {**asdict(plan), "job": asdict(job)}

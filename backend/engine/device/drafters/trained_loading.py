@@ -19,6 +19,7 @@ from tridecode.backend.weights.draft_files import (
     open_heads,
     other_target,
     read_info,
+    usual_width,
 )
 from tridecode.backend.weights.manifest import read_manifest
 
@@ -44,8 +45,8 @@ def heads_info(config: EngineConfig, model: ModelConfig) -> DraftInfo | None:
     if config.draft_path != "none":
         return read_info(Path(config.draft_path), model, HEADS)
     if config.weights == "random":
-        size = model.hidden_size
-        return DraftInfo(FORMAT, HEADS, model.family, size, model.vocab_size, _RANDOM_DEPTH, 2 * size)
+        size, width = model.hidden_size, usual_width(model.hidden_size)
+        return DraftInfo(FORMAT, HEADS, model.family, size, model.vocab_size, _RANDOM_DEPTH, width)
     raise ConfigError(
         f"parameter speculation is {HEADS} and draft_path none; wanted the folder that `tridecode "
         "train-draft` wrote"
