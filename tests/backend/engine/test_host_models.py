@@ -278,8 +278,8 @@ def test_log_probabilities_are_the_same_bits_where_the_engine_is_batch_invariant
     model = llama()
     common, *rest = prompts_of([64, 4, 40, 9, 70, 99], model.config.vocab_size)
     prompts = [common + rest[0], common + rest[1], common[:33] + rest[2], *rest[3:]]
-    wants = SamplingParams(max_tokens=20, return_log_probs=True)
-    sizes = {"batch_invariant": True, "block_tokens": 32, "max_step_tokens": 48, "max_sequence_tokens": 128}
+    wants = SamplingParams(max_tokens=40, return_log_probs=True)
+    sizes = {"batch_invariant": True, "block_tokens": 32, "max_step_tokens": 48, "max_sequence_tokens": 160}
     without = offline_engine(model, **sizes, cache_scope="none")
     alone = [without.generate([prompt], wants)[0].log_probs for prompt in prompts]
     offline = small_engine(model, memory, blocks=6, **sizes)
