@@ -72,7 +72,9 @@ def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     most = engine.most_drafts
     policy = DepthPolicy(engine.step_costs, most)
     if engine.drafter is not None and engine.drafter.is_planned:
-        scheduler.planner.use_drafter(DeviceIds(), Learning(policy, None, planned=engine.drafter.source))
+        planned, keeps_cache = engine.drafter.source, engine.drafter.keeps_cache
+        learning = Learning(policy, None, planned=planned, keeps_cache=keeps_cache)
+        scheduler.planner.use_drafter(DeviceIds(), learning)
         return
     sources = AnswerSources(may_draft)
     host = HostLookup(most, RING_TOKENS) if engine.drafter is None else None

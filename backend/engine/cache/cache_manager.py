@@ -299,9 +299,9 @@ class CacheManager:
             self._add_blocks(sequence, self.index.allocate(1))
         return min(tokens, len(sequence.blocks) * size)
 
-    def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks behind the sequence's last token."""
-        needed = -(-self.lengths.item(sequence.slot) // self.block_tokens)
+    def trim(self, sequence: Sequence, more: int = 0) -> None:
+        """Give back the blocks behind the sequence's last token and `more` tokens."""
+        needed = -(-(self.lengths.item(sequence.slot) + more) // self.block_tokens)
         if needed < len(sequence.blocks):
             self.index.release(sequence.blocks[needed:])
             del sequence.blocks[needed:]

@@ -152,23 +152,27 @@ class DraftPlanner:
         learning, limits, cache = self.learning, self._limits, self._cache
         if learning is None or not learning.planned:
             return
-        for sequence in plan.sequences:
-            if sequence.draft_record is not None:
-                sequence.draft_record.ahead = 0
+        for row, sequence in enumerate(plan.sequences):
+            record = sequence.draft_record
+            if record is not None:
+                record.ahead, record.is_complete = 0, record.is_complete or row >= plan.num_decodes
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
-        budget = limits.max_sequences - len(rows)
-        if not rows or limits.long_prompt_tokens or budget <= 0 or not learning.may_draft(len(rows)):
+        if not rows or limits.long_prompt_tokens:
             return
+        budget = limits.max_sequences - len(rows)
         sequences = [plan.sequences[row] for row in rows]
-        counts = learning.plan_ahead(sequences, [self._most(one, budget) for one in sequences])
-        count, chosen, columns = max(counts), [], plan.block_tables.shape[1]
+        mosts = [self._most(one, max(budget, 1)) for one in sequences]
+        counts = learning.plan_ahead(sequences, mosts, budget > 0 and learning.may_draft(len(rows)))
+        count, chosen, columns = max(1, *counts), [], plan.block_tables.shape[1]
         for row, sequence, most in zip(rows, sequences, counts):
-            tokens = cache.lengths.item(sequence.slot) + count
-            if not most or tokens > limits.max_sequence_tokens or cache.extend(sequence, tokens) < tokens:
-                continue
-            chosen.append(row)
-            columns = max(columns, -(-tokens // cache.block_tokens))
-            sequence.draft_record.ahead = most
+            tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
+            wants = most > 0 or (may_draft(sequence) and learning.keeps(sequence))
+            if wants and tokens <= limits.max_sequence_tokens and cache.extend(sequence, tokens) >= tokens:
+                chosen.append(row)
+                columns = max(columns, -(-tokens // cache.block_tokens))
+                record.ahead = most
+            elif learning.keeps_cache and plan.num_decodes == plan.num_rows:
+                record.is_complete = False
         if chosen:
             plan.block_tables = cache.tables[plan.slots, :columns]
             plan.parts.append(Drafting(count, np.array(chosen, np.int32)))
@@ -191,6 +195,8 @@ class DraftPlanner:
         """Give back the blocks of drafts of a sequence without a token in flight, which is about to be
         forked."""
         if may_draft(sequence):
+            if sequence.draft_record is not None:
+                sequence.draft_record.ahead = 0
             self._cache.trim(sequence)
 
     def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
@@ -199,5 +205,6 @@ class DraftPlanner:
         if sequence.slot < 0:  # preempted since, or released
             return
         self._cache.lengths[sequence.slot] -= planned - accepted
-        if sequence.unsettled == 0:
-            self._cache.trim(sequence)
+        if sequence.unsettled == 0:  # a drafter's cache has the drafts that the next row begins with
+            record = sequence.draft_record
+            self._cache.trim(sequence, 0 if record is None else record.ahead)

@@ -15,6 +15,8 @@ from tridecode.backend.engine.speculation.records import FIRST_CHANCES, DraftRec
 
 #: weight of a new result in the learned chance of a sequence, and of all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
+#: share of the way back to the first chance, in a step without planned drafts
+_RECOVERY = 1 / 4096
 #: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
 _LEAST_GAIN = 1.03
 #: a chance at most this high: a draft behind many accepted ones is never certain
@@ -101,6 +103,12 @@ class DepthPolicy:
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             record.chance += _OWN_WEIGHT * (right - record.chance)
             self._shared[place] += _SHARED_WEIGHT * (right - self._shared[place])
+
+    def recover(self, source: int) -> None:
+        """Let the shared chance of a planned drafter return to the first one, in a step without its drafts,
+        so that those that were not worth their time are tried again after some thousand steps."""
+        kind = DraftRecord(source=source).kind
+        self._shared[kind] += _RECOVERY * (FIRST_CHANCES[kind] - self._shared[kind])
 
     def _widths_of(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
         found = self._widths.get(rows)

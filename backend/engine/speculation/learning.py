@@ -14,6 +14,9 @@ from tridecode.backend.engine.speculation.records import DRAFTERS, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
+#: steps for which a drafter with a cache continues where no step is worth drafts
+_PATIENCE = 8
+
 
 @dataclass
 class Learning:
@@ -21,15 +24,18 @@ class Learning:
 
     sources: of the searched texts; None: nothing is searched. host: searches on rank 0; None: each rank's
     device does. planned: DraftRecord.source of a drafter that computes drafts behind steps whose plan says so
-    (part Drafting); 0: there is none. drafted, accepted: totals by name of the drafter.
+    (part Drafting); 0: there is none. keeps_cache: DeviceDrafter.keeps_cache of this one. drafted, accepted:
+    totals by name of the drafter.
     """
 
     policy: DepthPolicy
     sources: AnswerSources | None
     host: HostLookup | None = None
     planned: int = 0
+    keeps_cache: bool = False
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
+    _idle_steps: int = 0
 
     def may_draft(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
@@ -46,13 +52,27 @@ class Learning:
                     self.host.search(sequence, record)
         return self.policy.choose(records, mosts)
 
-    def plan_ahead(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
+    def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts of each row the planned drafter computes behind a step, for the next one.
-        mosts: as for `choose`, of the next step."""
+        mosts: as for `choose`, of the next step. may: whether that step may have drafts."""
         for sequence in sequences:
             if sequence.draft_record is None:
                 sequence.draft_record = DraftRecord(source=self.planned)
-        return self.policy.choose([one.draft_record for one in sequences], mosts)
+        records = [one.draft_record for one in sequences]
+        counts = self.policy.choose(records, mosts) if may else [0] * len(mosts)
+        if any(counts):
+            self._idle_steps = 0
+            return counts
+        self._idle_steps += 1
+        self.policy.recover(self.planned)
+        return counts
+
+    def keeps(self, sequence: Sequence) -> bool:
+        """Return whether the planned drafter continues to fill its cache for a row that gets no drafts now.
+        It does for some steps, so that a short load or an uncertain end does not cost the row its drafts."""
+        record = sequence.draft_record
+        is_soon = self.keeps_cache and self._idle_steps <= _PATIENCE
+        return is_soon and record is not None and self.policy.chance(record) > 0
 
     def begin_step(self, plan: StepPlan) -> None:
         """Add the new texts and the slots that start to a plan."""

@@ -20,7 +20,8 @@ class DraftRecord:
     """The drafts of one sequence.
 
     source: where its drafts come from. matched: tokens that the newest search with a known result has found.
-    ahead: drafts that a planned drafter (part Drafting) computes behind the newest step. chance: learned
+    ahead: drafts that a planned drafter (part Drafting) computes behind the newest step. is_complete: whether
+    the drafter's own cache has what its drafts need (DeviceDrafter.keeps_cache). chance: learned
     probability that a draft is right while those before it are; below 0: nothing learned yet. drafted,
     accepted: totals. scopes: in which it finds answers, and its client's drafts; -1: none. drafts: of a
     drafter on the host, those behind the newest token.
@@ -29,6 +30,7 @@ class DraftRecord:
     matched: int = 0
     source: int = 0
     ahead: int = 0
+    is_complete: bool = True
     chance: float = -1.0
     drafted: int = 0
     accepted: int = 0
@@ -38,7 +40,9 @@ class DraftRecord:
     @property
     def kind(self) -> int:
         """Return the class of drafts that are about as often right: by the length of a match (0 for none,
-        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter."""
+        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter; 0: there are no drafts."""
+        if not self.is_complete:
+            return 0
         if self.source >= DRAFT_MODEL:
             return _LENGTHS + self.source - DRAFT_MODEL
         return min(self.matched.bit_length(), _LENGTHS - 1)

@@ -26,6 +26,7 @@ from tridecode.backend.engine.device import preparation
 from tridecode.backend.engine.device.drafters.draft_loading import check_draft_tokenizer
 from tridecode.backend.engine.device.memory import plan_rank
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.models import read_model_config
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest
 from tridecode.converters.checkpoint import open_checkpoint
@@ -243,6 +244,47 @@ def test_adapters_change_the_target_alone(tmp_path: Path) -> None:
         assert offline.generations[number].tokens == greedy(models[name], prompt, 20)[0], name
     offline.engine.close()
     assert learning_of(offline).accepted["draft"] > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_load_without_drafts_ends_those_of_its_sequences_and_not_of_later_ones(depth: int) -> None:
+    model = llama()
+    prompts = prompts_of([6, 9], model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, 50)[0] for prompt in prompts]
+    offline = drafting(model, model)
+    learning, plans = learning_of(offline), []
+    launch = offline.engine.launch
+
+    def launch_and_note(plan):
+        plans.append((plan.num_decodes == plan.num_rows, plan.part(Drafting) is not None))
+        return launch(plan)
+
+    offline.engine.launch = launch_and_note  # type: ignore[method-assign]
+    learning.may_draft = lambda rows: False  # type: ignore[method-assign]
+    assert generate(offline, prompts[:1], SamplingParams(max_tokens=50), depth)[0].tokens == wanted[0]
+    assert learning.drafted["draft"] == 0
+    assert 0 < sum(drafts for _, drafts in plans) < 10, "drafts of a few steps only"
+    del learning.may_draft
+    assert generate(offline, prompts[1:], SamplingParams(max_tokens=50), depth)[0].tokens == wanted[1]
+    assert learning.accepted["draft"] == learning.drafted["draft"] > 30
+
+
+def test_a_short_load_does_not_cost_a_sequence_its_drafts() -> None:
+    model = llama()
+    (prompt,) = prompts_of([6], model.config.vocab_size)
+    offline = drafting(model, model)
+    learning = learning_of(offline)
+    steps = 0
+
+    def sometimes(rows: int) -> bool:
+        nonlocal steps
+        steps += 1
+        return steps % 9 > 4
+
+    learning.may_draft = sometimes  # type: ignore[method-assign]
+    done = generate(offline, [prompt], SamplingParams(max_tokens=50), 2)
+    assert done[0].tokens == hf_greedy(model, prompt, 50)[0]
+    assert learning.accepted["draft"] == learning.drafted["draft"] > 15
 
 
 @pytest.fixture(scope="module")

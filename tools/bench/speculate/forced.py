@@ -31,6 +31,7 @@ class ForcedDrafts(DeviceDrafter):
     ):
         self._drafter, self._right, self.is_planned = drafter, right, drafter.is_planned
         self.source, self.most_drafts = drafter.source, drafter.most_drafts
+        self.keeps_cache = drafter.keeps_cache
         self._vocab_size, self._device = engine.model_config.vocab_size, engine.device
         self._rows = {tuple(prompt): row for row, (prompt, _) in enumerate(answers)}
         longest = max(len(answer) for _, answer in answers) + MOST_DRAFTS

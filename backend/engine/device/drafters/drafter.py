@@ -61,6 +61,9 @@ class DeviceDrafter:
     source = DRAFT_MODEL
     #: whether proposals take time that the scheduler must plan (part Drafting)
     is_planned = True
+    #: whether a row gets no more drafts once a decode step has none behind it, since the drafter's own cache
+    #: then lacks tokens
+    keeps_cache = False
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.

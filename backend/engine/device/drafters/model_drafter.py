@@ -23,17 +23,26 @@ from tridecode.backend.models.context import Context
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import MOST_DRAFTS
 
+#: tokens of a row of a forward that draws the first draft, and of the others
+FIRST, NEXT = 2, 1
+
 
 class ModelDrafter(DeviceDrafter):
-    """Runs DeviceState.draft: over the tokens of each forward, so that its cache is as full as the target's,
-    and then, behind a step, one token at a time.
+    """Runs DeviceState.draft over the steps with prompts, and behind the steps that want drafts.
 
     A draft is drawn as the target's sampler would draw it from the draft model's logits: by the rules of its
     slot, with the number of its token. So a draft is right where both models give the same token, also at a
     temperature. The slots' state of the drafts is a copy, since only kept tokens may change the target's.
 
+    The draft model's cache has every token of a row but its newest two, or one: the newest has just been
+    drawn, and if the row has kept all of its drafts, the last of them was never an input. So the first draft
+    of a row reads these two tokens, each other one the draft before it. A row that is not drafted for behind
+    a decode step has no drafts from then on (DraftRecord.is_complete).
+
     turns: host buffers of plans, more than steps in flight.
     """
+
+    keeps_cache = True
 
     def __init__(self, state: DeviceState, turns: int):
         assert state.draft is not None and state.config.max_sequence_tokens is not None
@@ -43,15 +52,20 @@ class ModelDrafter(DeviceDrafter):
         self._num_layers = self._draft.config.num_layers
         state.draft_layers += self._draft.block_shapes(config.block_tokens, state.ranks.tensor_size)
         self._draws = DraftDraws(state)
+        #: what Ops.place_rows reads of the newest two tokens
+        self._newest = replace(self._draws.sampling, drafts=state.sampling.drafts.clone())
         columns = -(-self._longest // config.block_tokens)
-        self.buffers = StepBuffers(config.slots, config.slots, columns, device, turns)
+        tokens, rows = FIRST * config.slots, config.slots
+        self.buffers = StepBuffers(tokens, tokens, columns, device, FIRST * turns)
         self._ids = torch.zeros(state.work.hidden.shape[0], dtype=torch.int32, device=device)
-        self._drawn = torch.zeros((MOST_DRAFTS + 1, config.slots), dtype=torch.int32, device=device)
+        self._drawn = torch.zeros((MOST_DRAFTS + 1, rows), dtype=torch.int32, device=device)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)  # row of _drawn that is written next
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self.replayed = 0
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
+        if batch.decode_tokens == batch.num_tokens:
+            return
         ids = self._ids[: batch.num_tokens]
         # ids of virtual tokens (prompt tables) are beyond the vocabulary
         torch.clamp(batch.token_ids, 0, self._draft.config.vocab_size - 1, out=ids)
@@ -63,89 +77,101 @@ class ModelDrafter(DeviceDrafter):
         if part is None:
             return
         slots = step.plan.slots[part.rows]
-        self._draws.take(step.state, slots)
-        drawn = self._run(self._first_rows(step.plan, part.rows), part.count)
         where = on_device(torch.from_numpy(slots.astype(np.int64)), self._state.device)
+        self._take_state(step, part.rows, slots, where)
+        drawn = self._run(slots, step.plan.block_tables[part.rows], part.count)
         step.state.drafts[:, : part.count].index_copy_(0, where, drawn.T)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
-        """Capture a graph of one draft of each padded number of rows, on a GPU whose steps run as graphs."""
+        """Capture graphs of the first draft and of another one, for each padded number of rows, on a GPU
+        whose steps run as graphs."""
         state = self._state
         capture = Capturer(self._draw, phase, lambda: torch.cuda.synchronize(state.device))
         sizes = [
-            rows
+            (rows, tokens)
             for rows in ROWS
-            if rows <= state.config.slots and state.ranks.captures(self._draft.work.hidden[:rows])
+            for tokens in (NEXT, FIRST)
+            if rows <= state.config.slots and state.ranks.captures(self._draft.work.hidden[: rows * tokens])
         ]
         with no_collection():
-            for rows in reversed(sizes):
-                batch = self.buffers.load_rows(empty_rows(rows, 1), rows, 1, self._longest)
+            for rows, tokens in reversed(sizes):
+                batch = self.buffers.load_rows(empty_rows(rows, tokens), rows, tokens, self._longest)
                 self._turn.zero_()
-                self._graphs[rows] = capture(batch, f"of a draft of {rows} rows"), batch
+                self._graphs[rows, tokens] = capture(batch, f"of a draft of {rows} rows"), batch
 
     @torch.inference_mode()
     def rehearse(self, rows: int, drafts: int) -> None:
-        self._run(empty_rows(rows, 1), drafts)
+        self._run(np.full(rows, -1, np.int32), np.zeros((rows, 1), np.int32), drafts)
 
-    def _first_rows(self, plan: StepPlan, rows: np.ndarray) -> StepPlan:
-        """Return a plan of the newest token of each row, whose id only the device knows.
+    def _take_state(
+        self, step: SampledStep, rows: np.ndarray, slots: np.ndarray, where: torch.Tensor
+    ) -> None:
+        """Copy what drawing a token changes, for these rows of a step, and let Ops.place_rows place their
+        newest two tokens. slots: (n,) int32. where: the same on the device, int64."""
+        plan, state, own, device = step.plan, step.state, self._newest, self._state.device
+        self._draws.take(state, slots)
+        # (3, n): the token before the newest, of the batch, plus the row that counts the kept ones, or -1;
+        # the place of the newest, or -1 if only the device knows it
+        is_prompt = rows >= plan.num_decodes
+        counted = np.where(is_prompt | (plan.queries == 0), -1, rows)
+        gap = step.batch.decode_tokens - int(plan.query_starts[plan.num_decodes])  # padding before prompts
+        last = np.where(is_prompt, plan.query_starts[rows + 1] - 1 + gap, plan.query_starts[rows])
+        known = np.where(counted < 0, plan.context_lens[rows], -1)
+        packed = np.stack([last - (counted >= 0), counted, known]).astype(np.int64)
+        before, counts, place = on_device(torch.from_numpy(packed), device).unbind(0)
+        if plan.queries:
+            kept = step.accepted.index_select(0, counts.clamp(min=0)).long()
+            before = before + torch.where(counts >= 0, kept, 0)
+            place = torch.where(place >= 0, place, state.lengths.index_select(0, where).long())
+        own.last_tokens.index_copy_(0, where, step.batch.token_ids.index_select(0, before))
+        own.lengths.index_copy_(0, where, (place - 1).int())
+        own.drafts[:, 0].index_copy_(0, where, state.last_tokens.index_select(0, where))
 
-        Its place is known behind a prompt and behind a row that kept its one token for certain; else it
-        follows the accepted tokens (Ops.place_rows).
-        """
-        count, size = len(rows), self._state.config.block_tokens
-        place = plan.context_lens[rows]
-        is_known = np.full(count, True) if plan.queries == 0 else rows >= plan.num_decodes
-        tables = plan.block_tables[rows]
-        address = (
-            tables[np.arange(count), np.minimum(place // size, tables.shape[1] - 1)] * size + place % size
-        )
-        return StepPlan(
-            step=plan.step,
-            token_ids=np.full(count, -1, np.int32),
-            positions=np.where(is_known, place, 0).astype(np.int32),
-            kv_slots=np.where(is_known, address, -1).astype(np.int32),
-            block_tables=tables,
-            context_lens=np.where(is_known, place + 1, -1).astype(np.int32),
-            query_starts=np.arange(count + 1, dtype=np.int32),
-            slots=plan.slots[rows],
-            samples=np.ones(count, np.int32),
-            num_decodes=count,
-            queries=1,
-        )
-
-    def _run(self, plan: StepPlan, count: int) -> torch.Tensor:
-        """Draw `count` tokens behind each row of a plan; return (count, rows) int32."""
-        rows = plan.num_rows
-        place = bisect_left(ROWS, rows)
-        graph = self._graphs.get(ROWS[place]) if place < len(ROWS) else None
-        padded = rows if graph is None else ROWS[place]
-        batch = self.buffers.load_rows(plan, padded, 1, self._longest)
+    def _run(self, slots: np.ndarray, tables: np.ndarray, count: int) -> torch.Tensor:
+        """Draw `count` tokens behind each row; return (count, rows) int32. slots: (n,) int32. tables: (n, M)
+        int32, blocks for as many tokens more."""
+        rows = len(slots)
         self._turn.zero_()
-        for _ in range(count):
+        self._draw_times(_rows_of(slots, tables, FIRST), 1)
+        if count > 1:
+            self._draw_times(_rows_of(slots, tables, NEXT), count - 1)
+        return self._drawn[:count, :rows]
+
+    def _draw_times(self, plan: StepPlan, times: int) -> None:
+        rows, tokens = plan.num_rows, plan.queries
+        place = bisect_left(ROWS, rows)
+        graph = self._graphs.get((ROWS[place], tokens)) if place < len(ROWS) else None
+        batch = self.buffers.load_rows(plan, rows if graph is None else ROWS[place], tokens, self._longest)
+        for _ in range(times):
             if graph is None:
                 self._draw(batch)
             else:
                 graph[0].replay()
                 self.replayed += 1
-        return self._drawn[:count, :rows]
 
     @torch.inference_mode()
     def _draw(self, batch: Batch) -> None:
-        """Draw the next token of each row into a row of _drawn, and let the batch be that of this token."""
-        state = self._state
+        """Draw the token behind the last of each row into a row of _drawn. A batch of one token a row is then
+        that of the drawn token."""
+        state, own, tokens = self._state, self._newest, batch.decode_queries
         batch = replace(batch, memo={})  # positions change from token to token
-        state.ops.place_rows(batch, self._draws.sampling, state.config.block_tokens)
-        context, x = self._forward(batch)
-        self._draws.sampler.sample(mask_padding(self._draft.model.logits(context, x), state.vocab), batch)
-        tokens = self._draws.sampler.tokens[: batch.num_rows].clamp(min=0)
-        self._drawn[:, : batch.num_rows].index_copy_(0, self._turn, tokens[None])
+        state.ops.place_rows(batch, own, state.config.block_tokens)
+        last = batch
+        if tokens > 1:
+            rows = {name: getattr(batch, name)[tokens - 1 :: tokens].contiguous() for name in _SAMPLED}
+            last = replace(batch, memo={}, **rows)
+        context, x = self._forward(last)
+        logits = mask_padding(self._draft.model.logits(context, x), state.vocab)
+        drawn = self._draws.draw(logits, last.sample_slots)
+        own.lengths.add_(tokens)  # of all slots: those of others are not read
+        self._drawn[:, : batch.num_rows].index_copy_(0, self._turn, drawn[None])
         self._turn.add_(1)
-        unknown = torch.where(batch.sample_slots >= 0, -1, 0).int()  # one token a row: of rows, too
-        batch.token_ids.copy_(unknown)
-        batch.context_lens.copy_(unknown)
-        batch.positions.zero_()
-        batch.kv_slots.fill_(-1)
+        if tokens == 1:
+            unknown = torch.where(batch.sample_slots >= 0, -1, 0).int()  # one token a row: of rows, too
+            batch.token_ids.copy_(unknown)
+            batch.context_lens.copy_(unknown)
+            batch.positions.zero_()
+            batch.kv_slots.fill_(-1)
 
     def _forward(self, batch: Batch) -> tuple[Context, torch.Tensor]:
         state, draft = self._state, self._draft
@@ -154,3 +180,25 @@ class ModelDrafter(DeviceDrafter):
         draft.model.embed(context, x)
         draft.model.forward(context, x, state.caches[self._first : self._first + self._num_layers])
         return context, x
+
+
+_SAMPLED = ("sample_tokens", "sample_slots")
+
+
+def _rows_of(slots: np.ndarray, tables: np.ndarray, tokens: int) -> StepPlan:
+    """Return a plan of rows of this many tokens, whose ids and places only the device knows."""
+    rows = len(slots)
+    total = rows * tokens
+    return StepPlan(
+        step=0,
+        token_ids=np.full(total, -1, np.int32),
+        positions=np.zeros(total, np.int32),
+        kv_slots=np.full(total, -1, np.int32),
+        block_tables=tables,
+        context_lens=np.where(slots < 0, 0, -1).astype(np.int32),
+        query_starts=np.arange(0, total + 1, tokens, dtype=np.int32),
+        slots=slots,
+        samples=np.full(rows, tokens, np.int32),
+        num_decodes=rows,
+        queries=tokens,
+    )
