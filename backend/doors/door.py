@@ -46,6 +46,7 @@ _DECOUPLED_WANTED = "model_transaction_policy { decoupled: true } in config.pbtx
 _START_MARGIN_S = 30.0
 #: tensors that one request holds for later responses
 _MAX_REPEATED = 64
+_TEXTS = text_tensors.TextTensors()
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,12 @@ class Outputs:
             for name, array in arrays.items()
             if name in self._types
         ]
+
+    def text(self, name: str, text: bytes) -> list:
+        """Return the tensor of one text, (1,), which later responses of the same sender thread may share."""
+        if name not in self._types:
+            return []
+        return [_TEXTS.tensor(name, text, lambda: self.tensors({name: [text]})[0])]
 
     def repeated(self, arrays: Mapping[str, Hashable]) -> list:
         """Return tensors that responses share: one is made at the first use of its value, and again only

@@ -213,7 +213,10 @@ class TensorAnswer(Answer):
             "sequence_index": [self._rows[row].place[1] for row in pieces],
         }
         # text_output is first: LiteLLM reads the first output, whatever its name
-        tensors = self._outputs.tensors({"text_output": [piece.text.encode("utf-8") for piece in rows]})
+        if len(rows) == 1:
+            tensors = self._outputs.text("text_output", rows[0].text.encode("utf-8"))
+        else:
+            tensors = self._outputs.tensors({"text_output": [piece.text.encode("utf-8") for piece in rows]})
         tensors += self._outputs.repeated(
             {name: self._shaped(column) for name, column in counts.items() if name not in self._unwanted}
         )

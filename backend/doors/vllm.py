@@ -234,10 +234,14 @@ class VllmAnswer(TensorAnswer):
         }
         if "logprobs" in self._wanted:
             columns["logprobs"] = [self._log_probs(piece).encode() for piece in rows]
-        arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
+        arrays: dict[str, Any] = {}
+        if len(rows) == 1:
+            tensors = self._outputs.text("text_output", rows[0].text.encode("utf-8"))
+        else:
+            tensors = self._outputs.tensors({"text_output": [piece.text.encode("utf-8") for piece in rows]})
         arrays.update((name, column) for name, column in columns.items() if name in self._wanted)
         arrays.update(scores)
-        return self._outputs.tensors(arrays)
+        return tensors + self._outputs.tensors(arrays)
 
     def _prompt_log_probs(self, pieces: dict[int, Piece]) -> dict[str, Any]:
         """Return the output prompt_logprobs with the first response that has all of them; else {}."""

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,31 @@ def test_any_order_of_values_gives_the_right_tensors() -> None:
         (tensor,) = outputs.repeated({"count": ((value,),)})
         assert tensor.as_numpy().tolist() == [[value]]
     assert len(outputs._made) <= 64
+
+
+def test_a_thread_shares_the_tensors_of_short_texts() -> None:
+    first, second = Outputs(TYPES, ()), Outputs(TYPES, ())
+    (tensor,) = first.text("text_output", b" the")
+    assert tensor.as_numpy().tolist() == [b" the"] and tensor.as_numpy().dtype == np.object_
+    assert second.text("text_output", b" the")[0] is tensor
+    assert first.text("text_output", b"the")[0].as_numpy().tolist() == [b"the"]
+    assert first.text("text_output", b"")[0].as_numpy().tolist() == [b""]
+    assert first.text("absent", b" the") == [] == Outputs(TYPES, ["count"]).text("text_output", b" the")
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend(first.text("text_output", b" the")))
+    thread.start()
+    thread.join()
+    assert found and found[0] is not tensor
+    long = b"x" * 1000
+    assert first.text("text_output", long)[0] is not first.text("text_output", long)[0]
+
+
+def test_the_shared_texts_are_bounded() -> None:
+    outputs = Outputs(TYPES, ())
+    (tensor,) = outputs.text("text_output", b"bounded")
+    for number in range(2000):
+        assert outputs.text("text_output", b"%d" % number)[0].as_numpy().tolist() == [b"%d" % number]
+    assert outputs.text("text_output", b"bounded")[0] is not tensor
 
 
 def test_outputs_that_were_not_requested_are_left_out() -> None:

@@ -454,7 +454,7 @@ def test_a_client_that_falls_behind_gets_merged_pieces(door):
     assert sum(s.outputs["num_output_tokens"].item() for s in sent) == len(ids_of(ANSWER)) + 1
 
 
-def test_a_streamed_response_needs_one_new_tensor(repository, monkeypatch):
+def test_a_streamed_response_needs_one_new_tensor_at_most(repository, monkeypatch):
     made = []
 
     class _Counted(fake_triton.Tensor):
@@ -468,9 +468,11 @@ def test_a_streamed_response_needs_one_new_tensor(repository, monkeypatch):
         sent = ask(slow, tensors("Hello", 100, stream=True))
     assert len(sent) > 5 and all({"text_output", "num_output_tokens"} < set(one.outputs) for one in sent)
     assert sum(int(one.outputs["num_output_tokens"][0, 0]) for one in sent) == 100
-    assert made.count("text_output") == len(sent)
+    texts = {one.outputs["text_output"][0] for one in sent}
+    assert made.count("text_output") <= len(texts) < len(sent)  # " x" and longer ones
     counts = {int(one.outputs["num_output_tokens"][0, 0]) for one in sent}
-    assert len(made) == len(sent) + len(counts) + 4  # num_input_tokens, both indices, finish_reason
+    others = [name for name in made if name != "text_output"]
+    assert len(others) == len(counts) + 4  # num_input_tokens, both indices, finish_reason
 
 
 def test_several_streamed_texts_are_told_apart_by_batch_index(door):
