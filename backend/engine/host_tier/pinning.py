@@ -40,6 +40,7 @@ class Pinning:
         self._pieces, self._device = pieces, device
         self._num_slots = sum(map(len, pieces))
         self._pinned: list[Tensor] = []
+        self._pinned_slots = 0
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
 
     @property
@@ -49,7 +50,7 @@ class Pinning:
             return -1
         if self.is_done:
             return SHARES
-        return sum(map(len, self._pinned)) * SHARES // max(self._num_slots, 1)
+        return self._pinned_slots * SHARES // max(self._num_slots, 1)
 
     def start(self, on_done: Callable[[], None] = lambda: None) -> None:
         """Begin. on_done: called in the thread at the end."""
@@ -89,6 +90,7 @@ class Pinning:
             if code:
                 return f"{self._progress()} (cudaHostRegister returned {code})"
             self._pinned.append(piece)
+            self._pinned_slots += len(piece)
             time.sleep(_REST_S)
         return ""
 

@@ -37,7 +37,7 @@ class Readiness:
         """Return whether the next plan asks the ranks: this rank has news, and no plan in flight asks."""
         if self.is_off or self.is_complete or self._is_asking:
             return False
-        return self._pinned() != self._shares and self._clock() >= self._next
+        return self._clock() >= self._next and self._pinned() != self._shares
 
     @property
     def may_wait(self) -> bool:

@@ -74,9 +74,10 @@ class HostTier:
         slots, by_key = self.slots, {entry.key: entry for entry in entries}
         every = slots.allocate(slots.num_blocks)
         for entry in entries:
-            chain = [entry]
-            while (parent := by_key.get(chain[-1].parent)) is not None and not slots.is_indexed(parent.key):
-                chain.append(parent)
+            chain, parent = [entry], by_key.get(entry.parent)
+            while parent is not None and not slots.is_indexed(parent.key) and len(chain) <= len(entries):
+                chain.append(parent)  # the last condition: memory that was damaged may hold a cycle
+                parent = by_key.get(parent.parent)
             for one in reversed(chain):
                 slots.insert(one.parent, [one.key], [one.slot])
         for entry in entries:

@@ -19,6 +19,7 @@ from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.host_tier.cost import CopyCost
 from tridecode.backend.engine.host_tier.readiness import SHARES
+from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
@@ -197,6 +198,19 @@ def test_another_secret_finds_nothing() -> None:
     after = HostRun(SMALL, run.memory)
     ask(after, 2, LONG)
     assert computed(after) == len(LONG)
+
+
+def test_a_table_that_was_damaged_keeps_no_engine_from_starting() -> None:
+    """Each block is the parent of the other one."""
+    memory = HostMemory(4)
+    keys = [bytes([1] * 16), bytes([2] * 16)]
+    ids = np.zeros(4, int)
+    for slot in range(2):
+        entry = Entry(slot, keys[slot], keys[1 - slot], slot)
+        memory.filled[slot] = entry, ids, ids
+    run = HostRun(SMALL, memory)
+    ask(run, 1, LONG)
+    assert run.tier.tokens == 0
 
 
 def replace_key(entry):
