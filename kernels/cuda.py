@@ -6,6 +6,7 @@ finished. Code that changes a constant in place must synchronise the device befo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,16 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_tabl
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
-from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import (
+    FEW_TOKENS,
+    MOST_QUERIES,
+    Batch,
+    CacheLayer,
+    Heads,
+    Linear,
+    Norm,
+    Product,
+)
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference.sampling import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
@@ -60,6 +70,11 @@ class Cuda:
 
     def captures(self, heads: Heads) -> bool:
         return True  # every attention kernel reads lengths and block tables on the device
+
+    def captured_tokens(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> int:
+        if cache.scales is None:
+            return sys.maxsize
+        return FEW_TOKENS if self._attention.splits(heads, cache, dtype) else 0
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         return self.gemms.pack(linear, dtype, is_head)

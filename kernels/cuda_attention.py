@@ -8,8 +8,8 @@ from torch import Tensor
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.call import check_qkv, fields_of_heads
 from tridecode.kernels.gemm.kind import finish_heads
-from tridecode.kernels.gpu import DTYPES, Gpu, cache_fields, check_cache, pointer
-from tridecode.kernels.operands import MOST_QUERIES, Batch, CacheLayer, Heads, Linear
+from tridecode.kernels.gpu import DTYPES, Gpu, aligned, cache_fields, check_cache, pointer
+from tridecode.kernels.operands import FEW_TOKENS, MOST_QUERIES, Batch, CacheLayer, Heads, Linear
 from tridecode.kernels.scratch import NUM_COUNTERS
 
 
@@ -67,6 +67,21 @@ class CudaAttention:
         fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
         fields["shared_bytes"] = self._gpu.prompt_shared_bytes
         if (
+            not batch.fresh_prompts
+            and tokens <= FEW_TOKENS
+            and self.splits(heads, cache, qkv.dtype)
+            and aligned(qkv)
+            and aligned(out)
+        ):
+            self._gpu.library.prefill_attention(
+                self._gpu.stream,
+                first_row=batch.num_decodes,
+                num_rows=batch.num_rows,
+                split=1,
+                scratch=self._gpu.attention.data_ptr(),
+                **fields,
+            )
+        elif (
             cache.scales is None or batch.fresh_prompts
         ):  # prompts without cached tokens read quantised keys from qkv
             self._gpu.library.prefill_attention(
@@ -77,6 +92,14 @@ class CudaAttention:
             )
         else:
             self._prefill_dequantised(qkv.dtype, heads, batch, cache, fields)
+
+    def splits(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> bool:
+        """Return whether a kernel divides the keys of prompts with cached tokens among blocks, for up to
+        FEW_TOKENS tokens of activations of `dtype`; it reads a cache of 16 or 8 bits."""
+        if is_limited(heads) or self._gpu.prompt_shared_bytes:
+            return False
+        key = heads.head_size, DTYPES[dtype], cache.block_tokens
+        return bool(self._gpu.library.prefill_attention_splits(*key))
 
     def _prefill_dequantised(
         self, dtype: torch.dtype, heads: Heads, batch: Batch, cache: CacheLayer, fields: dict[str, float]

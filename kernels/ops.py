@@ -55,6 +55,12 @@ class Ops(Protocol):
         """Return whether attention of these heads may be captured in a CUDA graph."""
         ...
 
+    def captured_tokens(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> int:
+        """Return how many prefill tokens, padding included, a CUDA graph may have if its prompts have tokens
+        in the cache (Batch.fresh_prompts is False). dtype: X.
+        """
+        ...
+
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         """Return the same linear with its weight in this implementation's fastest layout; called once, at
         load.

@@ -50,6 +50,9 @@ class Reference:
     def captures(self, heads: Heads) -> bool:
         return False  # row counts and lengths are read on the host
 
+    def captured_tokens(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> int:
+        return 0
+
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         return linear  # a quantised weight is dequantised at each call
 

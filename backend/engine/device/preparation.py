@@ -24,7 +24,6 @@ from tridecode.backend.engine.step.query_graphs import QueryGraphs, query_shapes
 from tridecode.backend.engine.step.step_buffers import StepShape
 from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.draft_files import TrainedDraft
-from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
 
@@ -155,14 +154,17 @@ def capture_query_graphs(engine: Engine, most_queries: int, phase: Progress = la
 def _capture(engine: Engine, phase: Progress) -> None:
     """Capture graphs of decode steps for every padded number of rows, and of small steps with prompts."""
     state, ranks, config = engine.state, engine.ranks, engine.config
-    buffers, longest = engine.buffers, config.max_sequence_tokens
+    buffers, longest, dtype = engine.buffers, config.max_sequence_tokens, state.work.hidden.dtype
     assert longest is not None and config.max_step_tokens is not None
 
     def load(plan: StepPlan, rows: int) -> Batch:
         return buffers.load_padded(plan, rows, longest)
 
+    caches = zip(state.model.heads, state.caches)
+    most_cached = min((state.ops.captured_tokens(heads, cache, dtype) for heads, cache in caches), default=0)
+
     def load_mixed(plan: StepPlan, shape: StepShape) -> Batch:
-        return buffers.load_mixed(plan, shape, longest)
+        return buffers.load_mixed(plan, shape, longest, fresh=shape.tokens > most_cached)
 
     capture = Capturer(engine.run, phase, engine.synchronize)
     engine.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
@@ -175,5 +177,4 @@ def _capture(engine: Engine, phase: Progress) -> None:
         for shape in step_shapes(config.slots, tokens_of_graphs(weights, config.max_step_tokens))
         if ranks.captures(state.work.hidden[: shape.decodes + shape.tokens])
     ]
-    only_fresh = config.kv_cache_dtype in CACHE_DTYPES
-    engine.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, only_fresh)
+    engine.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, most_cached)

@@ -8,6 +8,7 @@ graph, as decode steps do (decode_graphs.py).
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -64,10 +65,11 @@ def empty_plan(shape: StepShape) -> StepPlan:
 
 
 class StepShapes:
-    """Finds the shape of a plan. only_fresh: prompts that already have tokens in the cache have no shape."""
+    """Finds the shape of a plan. most_cached: prompt tokens of the largest shape of plans with prompts that
+    already have tokens in the cache; 0: such plans have no shape."""
 
-    def __init__(self, shapes: list[StepShape], only_fresh: bool = False):
-        self._only_fresh = only_fresh
+    def __init__(self, shapes: list[StepShape], most_cached: int = sys.maxsize):
+        self._most_cached = most_cached
         self._decodes = sorted({shape.decodes for shape in shapes})
         self._tokens = sorted({shape.tokens for shape in shapes})
         self._shapes = {(shape.decodes, shape.tokens): shape for shape in shapes}
@@ -81,7 +83,10 @@ class StepShapes:
         shape = self._shapes.get(key)
         if shape is None or rows - decodes > shape.rows or not plan.samples[:decodes].all():
             return None
-        if self._only_fresh and (plan.context_lens[decodes:] != np.diff(plan.query_starts[decodes:])).any():
+        if (
+            shape.tokens > self._most_cached
+            and (plan.context_lens[decodes:] != np.diff(plan.query_starts[decodes:])).any()
+        ):
             return None
         return shape
 
@@ -90,7 +95,7 @@ class PromptGraphs:
     """Graphs of small prefill steps, one for each shape.
 
     load(plan, shape) copies a plan to the device, padded to a shape, always to the same addresses. capture:
-    the Capturer of DecodeGraphs. only_fresh: see StepShapes.
+    the Capturer of DecodeGraphs. most_cached: see StepShapes.
     """
 
     def __init__(
@@ -98,9 +103,9 @@ class PromptGraphs:
         shapes: list[StepShape],
         load: Callable[[StepPlan, StepShape], Batch],
         capture: Capturer,
-        only_fresh: bool,
+        most_cached: int,
     ):
-        self._load, self.shapes = load, StepShapes(shapes, only_fresh)
+        self._load, self.shapes = load, StepShapes(shapes, most_cached)
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self.replayed = 0
         started = time.monotonic()

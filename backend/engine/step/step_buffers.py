@@ -121,12 +121,12 @@ class StepBuffers:
             decode_tokens=tokens,
         )
 
-    def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int) -> Batch:
+    def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int, fresh: bool = False) -> Batch:
         """Load a plan with prompts, padded to `shape`, into which it fits. All plans of a shape share the
         addresses.
 
-        Decode rows have one token. Every row has one sample, or none if it ends with an inner chunk. The
-        batch declares prompts as fresh (Batch.fresh_prompts), which matters for an 8-bit cache.
+        Decode rows have one token. Every row has one sample, or none if it ends with an inner chunk.
+        fresh: whether all plans of the shape have only prompts without cached tokens (Batch.fresh_prompts).
         """
         tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
         layout = _Layout(tokens, rows, rows, self.max_columns)
@@ -138,7 +138,7 @@ class StepBuffers:
             num_decodes=shape.decodes,
             max_query=shape.tokens,
             max_context=max_context,
-            fresh=True,
+            fresh=fresh,
         )
 
     def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:

@@ -69,10 +69,13 @@ def test_a_plan_gets_the_smallest_shape_that_holds_it(rows, decodes: int, wanted
     assert (found and (found.decodes, found.tokens)) == wanted
 
 
-def test_prompts_that_go_on_have_no_shape_where_only_fresh_ones_do() -> None:
-    shapes = StepShapes(SHAPES, only_fresh=True)
-    assert shapes.of(plan_of([decode(1), prompt(0, 4)], 1)) is not None
-    assert shapes.of(plan_of([decode(1), prompt(0, 4), prompt(2, 2, cached=8)], 1)) is None
+@pytest.mark.parametrize("most_cached", [0, 4, 8])
+def test_prompts_that_go_on_have_shapes_up_to_a_size(most_cached: int) -> None:
+    shapes = StepShapes(SHAPES, most_cached)
+    assert shapes.of(plan_of([decode(1), prompt(0, 16)], 1)) == StepShape(2, 16, 4)
+    for tokens in (4, 8, 16):
+        found = shapes.of(plan_of([decode(1), prompt(0, tokens - 2), prompt(2, 2, cached=8)], 1))
+        assert found == (StepShape(2, tokens, 4) if tokens <= most_cached else None)
 
 
 def test_padding_lies_behind_decoding_rows_and_behind_prompts() -> None:

@@ -1,7 +1,8 @@
 // Causal attention of many query tokens per row: chooses the kernel. prefill_attention_sm90a.cu is
 // for head sizes 64 and 128 on Hopper, prefill_limited.cu for windows, soft caps and biases of
-// keys, prefill_tiles.cuh for everything else.
+// keys, prefill_split.cuh for few queries, prefill_tiles.cuh for everything else.
 #include "attention/prefill/prefill_tiles.cuh"
+#include "cache/kv_cache_8bit.cuh"
 
 using namespace tridecode;
 
@@ -12,6 +13,11 @@ int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes) {
 
 int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
   const PrefillTask& task = *given;
+  if (task.split) {
+    if (task.window || task.softcap > 0.0f || task.key_bias || !task.scratch || !is_aligned(task))
+      return fail("prefill_attention: no kernel that splits keys takes these rows");
+    return (task.cache_format == kCacheOfDtype ? run_split : run_split_8bit)(task, stream);
+  }
   if (task.head_size > 256)
     return fail("prefill_attention: head size %d; at most 256", task.head_size);
   if (task.window || task.softcap > 0.0f || task.key_bias) return run_limited_prefill(task, stream);
