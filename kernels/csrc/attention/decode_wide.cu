@@ -10,7 +10,7 @@
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
 // Bench: python -m tridecode.kernels.bench decode_attention
 #include "attention/decode_attention.cuh"
-#include "attention/matrices.cuh"
+#include "attention/tile_products.cuh"
 
 namespace tridecode {
 namespace {
@@ -22,7 +22,7 @@ constexpr int kStages = 2;
 
 template <int D>
 struct WideLayout {
-  static constexpr int kPitch = D + 8;  // row length: the padding spreads 8 rows over all banks
+  static constexpr int kPitch = row_pitch(D);
   static constexpr int kTileNumbers = kKeys * kPitch;
   static constexpr int kBytes = kStages * 2 * kTileNumbers * 2;
 };
@@ -129,9 +129,8 @@ __global__ void __launch_bounds__(32 * kWideWarps)
     if (task.slopes && first_head + g + 8 * i < group)
       slope[i] = task.slopes[kv_head * group + first_head + g + 8 * i] * kLog2e;
   const float scale = task.scale * kLog2e;
-  float output[D / 8][4] = {}, most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
-  const int key_row = (lane % 8 + lane / 16 * 8) * L::kPitch + lane / 8 % 2 * 8;
-  const int value_row = lane % 16 * L::kPitch + lane / 16 * 8;
+  using Sums = TileSums<X, D, kKeys>;
+  Sums sums;
 
   for (int tile = begin; tile < end; ++tile) {
     if (tile + 1 < end) {
@@ -144,16 +143,7 @@ __global__ void __launch_bounds__(32 * kWideWarps)
     const X* const keys = tiles + tile % kStages * 2 * L::kTileNumbers;
     const X* const values = keys + L::kTileNumbers;
     float scores[kKeys / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t b[4];
-        load_matrices(b, keys + n * 16 * L::kPitch + key_row + k * 16);
-        multiply_add<X>(scores[2 * n], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
-        multiply_add<X>(scores[2 * n + 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
-      }
-    }
+    Sums::score(scores, keys, [&](int k) -> const uint32_t (&)[4] { return q[k]; });
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -163,64 +153,23 @@ __global__ void __launch_bounds__(32 * kWideWarps)
         if (behind > 0) scores[n][i] = -CUDART_INF_F;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float high = -CUDART_INF_F;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-        high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
-      high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
-      const float now = fmaxf(most[i], high);  // every tile has a visible token
-      const float shrink = exp2f(most[i] - now);
-      most[i] = now;
-      float added = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; ++j) added += scores[n][j] = exp2f(scores[n][j] - now);
-      }
-      sum[i] = sum[i] * shrink + added;
-#pragma unroll
-      for (int d = 0; d < D / 8; ++d) output[d][2 * i] *= shrink, output[d][2 * i + 1] *= shrink;
-    }
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      uint32_t a[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[i] = pack<X>(scores[2 * n + i / 2][i % 2 * 2], scores[2 * n + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-      for (int d = 0; d < D / 16; ++d) {
-        uint32_t b[4];
-        load_transposed(b, values + n * 16 * L::kPitch + value_row + d * 16);
-        multiply_add<X>(output[2 * d], a[0], a[1], a[2], a[3], b[0], b[1]);
-        multiply_add<X>(output[2 * d + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
-    }
+    sums.weigh(scores);
+    sums.add_values(scores, values);
     __syncthreads();  // the next tile is loaded to the place of this one
   }
 
+  sums.finish();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    sum[i] += __shfl_xor_sync(kAll, sum[i], 1);
-    sum[i] += __shfl_xor_sync(kAll, sum[i], 2);
     const int head = first_head + g + 8 * i;
     if (head >= group) continue;
     if (parts == 1) {
-      const float inverse = 1.0f / sum[i];
-#pragma unroll
-      for (int d = 0; d < D / 8; ++d)
-        *reinterpret_cast<uint32_t*>(out + head * D + d * 8 + 2 * t) =
-            pack<X>(output[d][2 * i] * inverse, output[d][2 * i + 1] * inverse);
-    } else {
-      float* const to = part_of<D>(task, item, gridDim.x, part, head);
-#pragma unroll
-      for (int d = 0; d < D / 8; ++d)
-        __stcg(reinterpret_cast<float2*>(to + d * 8 + 2 * t),
-               make_float2(output[d][2 * i], output[d][2 * i + 1]));
-      if (t == 0) __stcg(reinterpret_cast<float2*>(to + D), make_float2(most[i], sum[i]));
+      sums.write(i, out + head * D);
+      continue;
     }
+    float* const to = part_of<D>(task, item, gridDim.x, part, head);
+    sums.write_part(i, to);
+    if (t == 0) __stcg(reinterpret_cast<float2*>(to + D), make_float2(sums.most[i], sums.sum[i]));
   }
   if (parts == 1) return;
   device_fence();

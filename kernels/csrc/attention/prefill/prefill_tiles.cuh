@@ -10,9 +10,9 @@
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
 #pragma once
-#include "attention/matrices.cuh"
 #include "attention/prefill/prefill_attention.cuh"
 #include "attention/soft_cap.cuh"
+#include "attention/tile_products.cuh"
 #include "cache/kv_cache.cuh"
 
 namespace tridecode {
@@ -65,8 +65,7 @@ struct Layout {
   static constexpr int kHead = HEAD, kKeys = TILE_KEYS, kStages = STAGES;
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int kQueries = 16 * WARPS;
-  // row length in numbers: the padding spreads 8 rows over all banks
-  static constexpr int kPitch = HEAD + 8;
+  static constexpr int kPitch = row_pitch(HEAD);
   static constexpr int kTile = kKeys * kPitch;
   static constexpr int kBytes = (kQueries * kPitch + 2 * STAGES * kTile) * 2;
   static constexpr bool kKeepQueries = HEAD <= 128;  // in registers
@@ -129,12 +128,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   const SoftCap soft_cap = SoftCap::of(task.softcap);
   const int warp_query = first_query + warp * 16;
   const int position[2] = {before + warp_query + g, before + warp_query + g + 8};
-  float output[D / 8][4] = {};
-  float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
+  using Sums = TileSums<X, D, KEYS>;
+  Sums sums;
   uint32_t q[L::kKeepQueries ? kSteps : 1][4];
   const X* const q_row = qs + (warp * 16 + lane % 16) * L::kPitch + lane / 16 * 8;
-  const int key_row = (lane % 8 + lane / 16 * 8) * L::kPitch + lane / 8 % 2 * 8;
-  const int value_row = lane % 16 * L::kPitch + lane / 16 * 8;
 
   const int num_tiles = (visible + KEYS - 1) / KEYS;
   for (int tile = first_tile; tile < num_tiles; ++tile) {
@@ -158,18 +155,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
       const X* const keys = tiles + tile % L::kStages * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
+      Sums::score(scores, keys, [&](int k) -> const uint32_t (&)[4] {
         if (!L::kKeepQueries) load_matrices(q[0], q_row + k * 16);
-        const uint32_t (&a)[4] = q[L::kKeepQueries ? k : 0];
-#pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) {
-          uint32_t b[4];
-          load_matrices(b, keys + n * 16 * L::kPitch + key_row + k * 16);
-          multiply_add<X>(scores[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
-          multiply_add<X>(scores[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-        }
-      }
+        return q[L::kKeepQueries ? k : 0];
+      });
       const bool edge = first_key + KEYS - 1 > before + warp_query || first_key + KEYS > visible;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n) {
@@ -187,58 +176,18 @@ __global__ void __launch_bounds__(L::kThreads, 1)
           if (edge && behind > 0) scores[n][i] = -CUDART_INF_F;
         }
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float high = -CUDART_INF_F;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-          high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
-        high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
-        high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
-        const float now = fmaxf(most[i], high);
-        const float base = now == -CUDART_INF_F ? 0.0f : now;  // no visible key so far
-        const float shrink = exp2f(most[i] - base);
-        most[i] = now;
-        float part = 0.0f;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-          for (int j = 2 * i; j < 2 * i + 2; ++j) part += scores[n][j] = exp2f(scores[n][j] - base);
-        }
-        sum[i] = sum[i] * shrink + part;
-#pragma unroll
-        for (int d = 0; d < D / 8; ++d) output[d][2 * i] *= shrink, output[d][2 * i + 1] *= shrink;
-      }
-#pragma unroll
-      for (int n = 0; n < KEYS / 16; ++n) {
-        uint32_t a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i] = pack<X>(scores[2 * n + i / 2][i % 2 * 2], scores[2 * n + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-        for (int d = 0; d < D / 16; ++d) {
-          uint32_t b[4];
-          load_transposed(b, values + n * 16 * L::kPitch + value_row + d * 16);
-          multiply_add<X>(output[2 * d], a[0], a[1], a[2], a[3], b[0], b[1]);
-          multiply_add<X>(output[2 * d + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-        }
-      }
+      sums.weigh(scores);
+      sums.add_values(scores, values);
     }
     __syncthreads();
     if (L::kStages == 1 && tile + 1 < num_tiles) load_tile(first_key + KEYS, 0);
   }
+  sums.finish();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    sum[i] += __shfl_xor_sync(kAll, sum[i], 1);
-    sum[i] += __shfl_xor_sync(kAll, sum[i], 2);
     const int query = warp_query + g + 8 * i;
     if (query >= queries) continue;
-    const float scale_out = 1.0f / sum[i];
-    X* const out = static_cast<X*>(task.out) + (start + query) * task.out_stride + head * D + 2 * t;
-#pragma unroll
-    for (int d = 0; d < D / 8; ++d)
-      *reinterpret_cast<uint32_t*>(out + d * 8) =
-          pack<X>(output[d][2 * i] * scale_out, output[d][2 * i + 1] * scale_out);
+    sums.write(i, static_cast<X*>(task.out) + (start + query) * task.out_stride + head * D);
   }
 }
 
