@@ -20,6 +20,7 @@ OPERATIONS: dict[str, Callable[[Rig], Iterator[Result]]] = {
     "two_parts": products.two_parts,
     "decode_attention": attention.decode_attention,
     "prefill_attention": attention.prefill_attention,
+    "prefix_attention": attention.prefix_attention,
     "limited_attention": limited.limited_attention,
     "finish_heads": limited.finish_heads,
     "add_normed": limited.add_normed,

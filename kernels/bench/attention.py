@@ -107,6 +107,40 @@ def _continued(rig: Rig, label: str, shape: Heads) -> Iterator[Result]:
         )
 
 
+def prefix_attention(rig: Rig) -> Iterator[Result]:
+    """Time few queries behind a long cached prefix, over caches that together exceed the L2 cache."""
+    block = 32
+    for label, heads, kv_heads, rows, queries, before in (
+        ("LLaMA-3-8B", 32, 8, 1, 30, 8160),
+        ("LLaMA-3-8B", 32, 8, 1, 30, 2016),
+        ("LLaMA-3-8B", 32, 8, 1, 256, 7936),
+        ("LLaMA-3-8B", 32, 8, 4, 60, 2048),
+        ("LLaMA-3-8B", 32, 8, 1, 30, 0),
+        ("BLOOM-7B1", 32, 32, 1, 30, 2016),
+    ):
+        slopes = torch.rand(heads, device=rig.device) if kv_heads == heads else None
+        shape = Heads(heads, kv_heads, 128, 128**-0.5, None, slopes)
+        columns = (queries + before) // block + 1
+        layers = max(2, min(16, int(2e9 // (rows * columns * 2 * kv_heads * block * 128 * 2))))
+        tables = torch.randperm(rows * columns, device=rig.device).to(torch.int32).view(rows, columns)
+        batch = rig.batch([queries + before] * rows, [queries] * rows, tables, 0)
+        batch.fresh_prompts = False
+        qkv, out = rig.normal(rows * queries, shape.qkv_size), rig.normal(rows * queries, heads * 128)
+        for name in ("", *CACHE_DTYPES):
+            blocks = (rows * columns, 2, kv_heads, block, 128)
+            caches = [rig.cache(blocks, name) for _ in range(layers)]
+            mine = microseconds(
+                over(caches, lambda c: rig.ops.prefill_attention(qkv, shape, batch, c, out=out)), layers
+            )
+            caches.clear()
+            yield Result(
+                "prefix_attention",
+                f"{label} {rows} rows of {queries} after {before}{name and ' ' + name}",
+                mine,
+                rows * (queries + before) * kv_heads * 2 * (128 + 4 if name else 256),
+            )
+
+
 def _flash(rig: Rig, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
     """Return torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
