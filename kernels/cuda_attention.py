@@ -66,9 +66,11 @@ class CudaAttention:
         fields["query_starts"] = batch.query_starts.data_ptr()
         fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
         fields["shared_bytes"] = self._gpu.prompt_shared_bytes
+        # with more tokens in a 16-bit cache, rows and heads alone fill the device
+        few = batch.max_query if cache.scales is not None else tokens
         if (
             not batch.fresh_prompts
-            and tokens <= FEW_TOKENS
+            and few <= FEW_TOKENS
             and self.splits(heads, cache, qkv.dtype)
             and aligned(qkv)
             and aligned(out)

@@ -124,8 +124,8 @@ class CacheLayer:
 
 #: tokens that a decode row may have
 MOST_QUERIES = MOST_DRAFTS + 1
-#: prefill tokens of a step, padding included, up to which attention of prompts with cached tokens divides the
-#: keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh)
+#: Prefill tokens of a step, padding included, up to which attention of prompts with cached tokens divides the
+#: keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh); with an 8-bit cache, of a row.
 FEW_TOKENS = 256
 
 
