@@ -43,6 +43,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_lookup_gpu.py",
     "tests/backend/engine/test_pipeline_gpu.py",
     "tests/backend/engine/test_pooling_gpu.py",
+    "tests/backend/engine/test_prefix_gpu.py",
     "tests/backend/engine/test_sessions_gpu.py",
     "tests/backend/engine/test_shadow_gpu.py",
     "tests/backend/engine/test_step_kernels_gpu.py",

@@ -91,7 +91,7 @@ int tridecode_prefill_attention(const tridecode_attention_task* task, void* stre
 // Queries per block for shared_bytes of shared memory, without the kernels for specific devices; 1:
 // the untuned kernel for any head size.
 int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes);
-// Whether the device has a kernel for tasks with `split`.
+// 1 if the device has a kernel for tasks with `split`, else 0.
 int64_t tridecode_prefill_attention_splits(int head_size, int dtype, int block_tokens);
 
 // Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that
