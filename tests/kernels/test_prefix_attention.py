@@ -16,8 +16,8 @@ from tests.kernels.test_attention_8bit import filled_cache
 from tridecode.kernels.bench.measure import capture
 from tridecode.kernels.operands import FEW_TOKENS, Batch, CacheLayer, Heads
 
-#: (query heads, kv heads, head size): of LLaMA-3, BLOOM, Qwen2-0.5B, Falcon, Phi-3, and of no model
-HEADS = [(32, 8, 128), (32, 32, 128), (14, 2, 64), (71, 1, 64), (12, 4, 96), (9, 3, 64)]
+#: (query heads, kv heads, head size): of LLaMA-3, BLOOM, Qwen2-0.5B, Falcon, Phi-3, OPT, and of no model
+HEADS = [(32, 8, 128), (32, 32, 128), (14, 2, 64), (71, 1, 64), (12, 4, 96), (6, 6, 80), (9, 3, 112)]
 #: those of tests that also run on the reference
 FEW_HEADS = [(4, 4, 64), (6, 2, 128)]
 #: (context, queries) of each row
@@ -196,7 +196,7 @@ def test_random_steps_of_few_queries(cuda_place: Place, seed: int):
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
-    kv_heads, group, size = draw(1, 9), draw(1, 9), (64, 96, 128)[seed % 3]
+    kv_heads, group, size = draw(1, 9), draw(1, 9), (64, 80, 96, 112, 128)[seed % 5]
     rows, left = [], FEW_TOKENS
     for _ in range(draw(1, 12)):
         queries = min(draw(1, 1 << draw(0, 7)), left)

@@ -230,7 +230,9 @@ int run_split_size(const PrefillTask& given, void* stream) {
 template <typename X, typename C>
 int run_split_of(const PrefillTask& task, void* stream) {
   if (task.head_size == 64) return run_split_size<X, C, 64>(task, stream);
+  if (task.head_size == 80) return run_split_size<X, C, 80>(task, stream);
   if (task.head_size == 96) return run_split_size<X, C, 96>(task, stream);
+  if (task.head_size == 112) return run_split_size<X, C, 112>(task, stream);
   if (task.head_size == 128) return run_split_size<X, C, 128>(task, stream);
   return fail("prefill_attention: no kernel that splits keys for head size %d", task.head_size);
 }
