@@ -17,6 +17,9 @@ from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, 
 #: a parameter with the name of a column is copied unchanged
 _PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
 
+#: slots that are written one by one
+_FEW_SLOTS = 2
+
 
 def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0) -> None:
     """Initialise the slots of the sequences that start in this step.
@@ -37,9 +40,9 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     rows["masked"] = [start.masked or bool(start.params.allowed_token_ids) for start in starts]
     rows["generated"] = [start.generated for start in starts]
     rows["history_length"] = [len(start.history) for start in starts]
-    slots = on_device(torch.tensor([start.slot for start in starts]), device)
-    state.slots[slots] = on_device(words(rows), device)
-    state.started[[start.slot for start in starts]] = rows
+    slots = [start.slot for start in starts]
+    _store_slots(state, slots, rows)
+    state.started[slots] = rows
     for start in starts:
         params, slot = start.params, start.slot
         if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
@@ -60,6 +63,21 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
         if params.logit_bias:
             pairs = np.array(list(params.logit_bias.items()), dtype="<i4,<f4")
             _put(state.biases[slot], pairs.view("<i4").reshape(-1, 2))
+
+
+def _store_slots(state: SamplingState, slots: list[int], rows: np.ndarray) -> None:
+    """Write SLOT records to these slots on the device.
+
+    Few are copied one by one: the device has nothing else to do before the first step of a request, and indices
+    on it take the host longer.
+    """
+    held, device = words(rows), state.slots.device
+    if len(slots) > _FEW_SLOTS:
+        state.slots[on_device(torch.tensor(slots), device)] = on_device(held, device)
+        return
+    pinned = held if device.type == "cpu" else held.pin_memory()
+    for slot, row in zip(slots, pinned):
+        state.slots[slot].copy_(row, non_blocking=True)
 
 
 def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:
