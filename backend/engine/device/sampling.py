@@ -68,8 +68,8 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
 def _store_slots(state: SamplingState, slots: list[int], rows: np.ndarray) -> None:
     """Write SLOT records to these slots on the device.
 
-    Few are copied one by one: the device has nothing else to do before the first step of a request, and indices
-    on it take the host longer.
+    Few are copied one by one, because indices on the device take the host longer, and the first step of a
+    request waits for them.
     """
     held, device = words(rows), state.slots.device
     if len(slots) > _FEW_SLOTS:
