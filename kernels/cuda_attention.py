@@ -98,9 +98,9 @@ class CudaAttention:
     def splits(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> bool:
         """Return whether a kernel divides the keys of prompts with cached tokens among blocks, for up to
         FEW_TOKENS tokens of activations of `dtype`; it reads a cache of 16 or 8 bits."""
-        if is_limited(heads) or self._gpu.prompt_shared_bytes:
+        if heads.key_bias is not None or self._gpu.prompt_shared_bytes:
             return False
-        key = heads.head_size, DTYPES[dtype], cache.block_tokens
+        key = heads.head_size, DTYPES[dtype], cache.block_tokens, int(is_limited(heads))
         return bool(self._gpu.library.prefill_attention_splits(*key))
 
     def _prefill_dequantised(

@@ -16,8 +16,17 @@ from tests.kernels.test_attention_8bit import filled_cache
 from tridecode.kernels.bench.measure import capture
 from tridecode.kernels.operands import FEW_TOKENS, Batch, CacheLayer, Heads
 
-#: (query heads, kv heads, head size): of LLaMA-3, BLOOM, Qwen2-0.5B, Falcon, Phi-3, OPT, and of no model
-HEADS = [(32, 8, 128), (32, 32, 128), (14, 2, 64), (71, 1, 64), (12, 4, 96), (6, 6, 80), (9, 3, 112)]
+#: (query heads, kv heads, head size): of LLaMA-3, BLOOM, Qwen2, Falcon, Phi-3, OPT, of no model, and of Gemma
+HEADS = [
+    (32, 8, 128),
+    (32, 32, 128),
+    (14, 2, 64),
+    (71, 1, 64),
+    (12, 4, 96),
+    (6, 6, 80),
+    (9, 3, 112),
+    (8, 1, 256),
+]
 #: those of tests that also run on the reference
 FEW_HEADS = [(4, 4, 64), (6, 2, 128)]
 #: (context, queries) of each row
@@ -109,7 +118,31 @@ def test_few_queries_see_long_rows_and_many(cuda_place: Place, rows: str, heads,
     step.compare(step.run())
 
 
-@pytest.mark.parametrize("size", [64, 128])
+LIMITS = [{"window": 1}, {"window": 40}, {"window": 64}, {"window": 500, "softcap": 20.0}, {"softcap": 5.0}]
+
+
+@pytest.mark.parametrize("format", ["", "fp8"])
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 64), (6, 2, 128)])
+def test_few_queries_see_their_windows(place: Place, heads, limits: dict, format: str):
+    shape = replace(make_heads(place, *heads, alibi=heads[0] == heads[1]), **limits)
+    for rows in (ROWS["beside fresh prompts"], ROWS["rows at the edges of tiles"]):
+        step = Step(place, shape, rows, torch.bfloat16, format)
+        step.compare(step.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["", "fp8", "int8"])
+@pytest.mark.parametrize("limits", [*LIMITS, {"window": 4096, "softcap": 50.0}], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 256), (8, 1, 256), (12, 4, 96), (14, 2, 64)])
+@pytest.mark.parametrize("rows", LONGER)
+def test_heads_of_models_see_their_windows(cuda_place: Place, rows: str, heads, limits: dict, format: str):
+    shape = replace(make_heads(cuda_place, *heads), **limits)
+    step = Step(cuda_place, shape, LONGER[rows], torch.bfloat16, format)
+    step.compare(step.run())
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("place_of_peak", [0, 300, 998, 999])
 def test_one_key_may_outweigh_all_others(place: Place, place_of_peak: int, size: int):
     """Parts without it weigh nothing, whatever their own maximum is."""
@@ -149,8 +182,8 @@ def test_an_8_bit_cache_is_read_directly(cuda_place: Place, format: str):
     captured = cuda_place.ops.captured_tokens
     cache = Step(cuda_place, heads, [(17, 1)], torch.bfloat16, format).cache
     assert captured(heads, cache, torch.bfloat16) >= FEW_TOKENS
-    limited = replace(heads, window=16)
-    assert (captured(limited, cache, torch.bfloat16) == 0) == bool(format)
+    biased = replace(heads, key_bias=torch.zeros(8, 4, device=cuda_place.device))
+    assert (captured(biased, cache, torch.bfloat16) == 0) == bool(format)
 
 
 @pytest.mark.gpu
@@ -188,7 +221,7 @@ def test_a_graph_follows_the_rows(cuda_place: Place, heads, format: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(36))
 def test_random_steps_of_few_queries(cuda_place: Place, seed: int):
     """Random heads, rows and lengths, up to FEW_TOKENS tokens."""
     random = torch.Generator().manual_seed(seed)
@@ -196,7 +229,7 @@ def test_random_steps_of_few_queries(cuda_place: Place, seed: int):
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
-    kv_heads, group, size = draw(1, 9), draw(1, 9), (64, 80, 96, 112, 128)[seed % 5]
+    kv_heads, group, size = draw(1, 9), draw(1, 9), (64, 80, 96, 112, 128, 256)[seed % 6]
     rows, left = [], FEW_TOKENS
     for _ in range(draw(1, 12)):
         queries = min(draw(1, 1 << draw(0, 7)), left)

@@ -60,7 +60,7 @@ typedef struct {
   // limit for a block; 0: the device's limit, and the sm_90 kernel where there is one
   int shared_bytes;
   // whether to divide the keys of a row among blocks, for few queries behind a long prefix: only
-  // where tridecode_prefill_attention_splits, without window, softcap and key_bias; needs scratch.
+  // where tridecode_prefill_attention_splits, without key_bias; needs scratch.
   // The cache may have 8 bits, and then holds the keys and values of fresh prompts, too
   int split;
   // decode and split: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for
@@ -91,8 +91,10 @@ int tridecode_prefill_attention(const tridecode_attention_task* task, void* stre
 // Queries per block for shared_bytes of shared memory, without the kernels for specific devices; 1:
 // the untuned kernel for any head size.
 int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes);
-// 1 if the device has a kernel for tasks with `split`, else 0.
-int64_t tridecode_prefill_attention_splits(int head_size, int dtype, int block_tokens);
+// 1 if the device has a kernel for tasks with `split`, else 0. is_limited: with a window or a soft
+// cap.
+int64_t tridecode_prefill_attention_splits(int head_size, int dtype, int block_tokens,
+                                           int is_limited);
 
 // Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that
 // has tokens from before this step. Column c of such a row goes to block row * columns + c of out.

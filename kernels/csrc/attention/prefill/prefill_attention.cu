@@ -14,9 +14,12 @@ int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes) {
 int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
   const PrefillTask& task = *given;
   if (task.split) {
-    if (task.window || task.softcap > 0.0f || task.key_bias || !task.scratch || !is_aligned(task))
+    if (task.key_bias || !task.scratch || !is_aligned(task))
       return fail("prefill_attention: no kernel that splits keys takes these rows");
-    return (task.cache_format == kCacheOfDtype ? run_split : run_split_8bit)(task, stream);
+    const bool is_exact = task.cache_format == kCacheOfDtype;
+    if (task.window || task.softcap > 0.0f)
+      return (is_exact ? run_split_limited : run_split_limited_8bit)(task, stream);
+    return (is_exact ? run_split : run_split_8bit)(task, stream);
   }
   if (task.head_size > 256)
     return fail("prefill_attention: head size %d; at most 256", task.head_size);

@@ -13,5 +13,7 @@ int run_limited_prefill(const PrefillTask& task, void* stream);
 // Few queries behind a long prefix: prefill_split.cuh.
 int run_split(const PrefillTask& task, void* stream);
 int run_split_8bit(const PrefillTask& task, void* stream);
+int run_split_limited(const PrefillTask& task, void* stream);
+int run_split_limited_8bit(const PrefillTask& task, void* stream);
 
 }  // namespace tridecode

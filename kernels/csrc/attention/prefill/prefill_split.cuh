@@ -1,6 +1,6 @@
 // Causal attention of few queries per row behind a long prefix, ragged, with or without ALiBi, over
-// a cache of 16 or 8 bits. Fresh prompts read keys and values from the output of the projection if
-// the cache has 16 bits.
+// a cache of 16 or 8 bits; LIMITED: with a window or a soft cap. Fresh prompts read keys and values
+// from the output of the projection if the cache has 16 bits.
 //
 // A warp computes 16 columns (split_work.cuh) of a kv head, so that queries of all heads of a group
 // share the loads of its keys and values. The tiles of a row are divided among blocks; a second
@@ -15,6 +15,7 @@
 
 #include "attention/prefill/prefill_attention.cuh"
 #include "attention/prefill/split_tiles.cuh"
+#include "attention/soft_cap.cuh"
 
 namespace tridecode {
 namespace {
@@ -44,15 +45,17 @@ struct LaneColumns {
 };
 
 // Grid: task.blocks. A block has a warp for each 16 columns.
-template <typename X, typename C, int D>
+template <typename X, typename C, int D, bool LIMITED>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     prefill_attention_split(const __grid_constant__ SplitTask task) {
   using Tiles = SplitTilesOf<X, C, D>;
+  constexpr int kKeys = Tiles::kKeys;
   extern __shared__ __align__(128) char shared[];
   const Division division = divide(task, reinterpret_cast<int2*>(shared + Tiles::kBytes));
   const Tiles tiles(shared);
   const int t = threadIdx.x % 4;
   const float scale = task.scale * kLog2e;
+  const SoftCap soft_cap = SoftCap::of(task.softcap);
   bool waited = false;
 
   for (int chunk = blockIdx.x; chunk < division.chunks(); chunk += gridDim.x) {
@@ -62,7 +65,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     const int kv_head = within / found.parts % task.kv_heads;
     const SplitItem item = SplitItem::of(task, found, within / found.parts / task.kv_heads);
     if (part >= item.parts) continue;
-    const int begin = item.tiles * part / item.parts, end = item.tiles * (part + 1) / item.parts;
+    const int begin = item.first_tile + item.tiles * part / item.parts;
+    const int end = item.first_tile + item.tiles * (part + 1) / item.parts;
     const auto source = SplitSource<X, C>::of(task, row, found, kv_head, item.visible);
     auto load = [&](int tile) {
       if (tile < end) tiles.load(task, source, tile, (tile - begin) % kStages);
@@ -109,7 +113,19 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       float scores[kKeys / 8][4] = {};
       Sums::score(scores, keys, [&](int k) -> const uint32_t (&)[4] { return q[k]; });
       const bool edge = (tile + 1) * kKeys > found.before + item.first_query + 1;
-      if (edge || task.slopes) {
+      if constexpr (LIMITED) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int behind = tile * kKeys + n * 8 + 2 * t + i % 2 - position[i / 2];
+            scores[n][i] *= scale;
+            if (task.softcap > 0.0f) scores[n][i] = soft_cap(scores[n][i]);
+            scores[n][i] += slope[i / 2] * float(behind);
+            if (behind > 0 || (task.window && behind <= -task.window)) scores[n][i] = -CUDART_INF_F;
+          }
+        }
+      } else if (edge || task.slopes) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -152,13 +168,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 
 // Combines the parts of items; a warp takes one column.
 template <typename X, int D>
-__global__ void __launch_bounds__(32 * kCombineWarps)
+__global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocks)
     combine_prefill_parts(const __grid_constant__ SplitTask task) {
   extern __shared__ int2 before[];
   const Division division = divide(task, before);
   wait_for_predecessor();
   if (division.parts() == 0) return;
-  const int lane = threadIdx.x % 32, d = 4 * lane;
+  constexpr int kChunks = (D + 127) / 128;  // of 128 dims, four a lane
+  const int lane = threadIdx.x % 32;
   const int* const starts = task.query_starts + task.first_row;
   const int origin = task.query_starts[task.origin_row];
   const int tokens = starts[division.rows] - origin;  // without padding
@@ -181,7 +198,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
       peak = fmaxf(peak, __ldcg(part_totals<D>(task, slot + part, column)).x);
     peak = warp_max(peak);
     float all = 0.0f;
-    float4 together = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 together[kChunks] = {};
     for (int first = 0; first < item.parts; first += 32) {
       const int count = min(32, item.parts - first);
       float weight = 0.0f;
@@ -193,48 +210,82 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 #pragma unroll 8
       for (int part = 0; part < count; ++part) {
         const float share = __shfl_sync(kAll, weight, part);
-        if (d >= D) continue;
-        const float4 four = __ldcg(
-            reinterpret_cast<const float4*>(part_output<D>(task, slot + first + part, column) + d));
-        together.x += share * four.x, together.y += share * four.y;
-        together.z += share * four.z, together.w += share * four.w;
+        const float* const from = part_output<D>(task, slot + first + part, column) + 4 * lane;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (D % 128 != 0 && 4 * lane >= D) continue;
+          const float4 four = __ldcg(reinterpret_cast<const float4*>(from + 128 * c));
+          together[c].x += share * four.x, together[c].y += share * four.y;
+          together[c].z += share * four.z, together[c].w += share * four.w;
+        }
       }
     }
     const float inverse = 1.0f / warp_sum(all);
-    if (d >= D) continue;
-    X* const out = static_cast<X*>(task.out) + token * task.out_stride + head * D + d;
-    *reinterpret_cast<uint2*>(out) =
-        make_uint2(pack<X>(together.x * inverse, together.y * inverse),
-                   pack<X>(together.z * inverse, together.w * inverse));
+    if (D % 128 != 0 && 4 * lane >= D) continue;
+    X* const out = static_cast<X*>(task.out) + token * task.out_stride + head * D + 4 * lane;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const float4 four = together[c];
+      *reinterpret_cast<uint2*>(out + 128 * c) = make_uint2(
+          pack<X>(four.x * inverse, four.y * inverse), pack<X>(four.z * inverse, four.w * inverse));
+    }
   }
 }
 
-template <typename X, typename C, int D>
+template <typename X, typename C, int D, bool LIMITED>
 int run_split_size(const PrefillTask& given, void* stream) {
   const int group = given.heads / given.kv_heads, multiprocessors = device().multiprocessors;
   const int warps = std::min(kMostWarps, ceil_div(int64_t(given.max_query) * group, 16));
   // smaller blocks share a multiprocessor
-  const SplitTask task = {given, group, 16 * warps, (warps <= 4 ? 2 : 1) * multiprocessors};
+  const SplitTask task = {given, group, 16 * warps, (warps <= 4 ? 2 : 1) * multiprocessors,
+                          keys_of(D)};
   const int64_t floats = parts_of(task.blocks) * task.columns * (D + 2);
   if (floats * int64_t(sizeof(float)) > tridecode_decode_attention_scratch(256))
     return fail("prefill_attention: %d multiprocessors have no scratch memory for %d columns",
                 multiprocessors, task.columns);
   const int status =
-      launch("prefill_attention", prefill_attention_split<X, C, D>, task.blocks, 32 * warps,
-             SplitTilesOf<X, C, D>::kBytes + division_bytes(task), stream, task);
+      launch("prefill_attention", prefill_attention_split<X, C, D, LIMITED>, task.blocks,
+             32 * warps, SplitTilesOf<X, C, D>::kBytes + division_bytes(task), stream, task);
   if (status) return status;
   return launch("prefill_attention", combine_prefill_parts<X, D>, kCombineBlocks * multiprocessors,
                 32 * kCombineWarps, division_bytes(task), stream, task);
 }
 
-template <typename X, typename C>
+// Return whether there is a kernel for the head size. Those of 80 and 112 belong to no published
+// model with windows or soft caps.
+inline bool takes_split_size(int head_size, bool is_limited) {
+  return head_size == 64 || head_size == 96 || head_size == 128 || head_size == 256 ||
+         (!is_limited && (head_size == 80 || head_size == 112));
+}
+
+template <bool LIMITED, typename X, typename C>
 int run_split_of(const PrefillTask& task, void* stream) {
-  if (task.head_size == 64) return run_split_size<X, C, 64>(task, stream);
-  if (task.head_size == 80) return run_split_size<X, C, 80>(task, stream);
-  if (task.head_size == 96) return run_split_size<X, C, 96>(task, stream);
-  if (task.head_size == 112) return run_split_size<X, C, 112>(task, stream);
-  if (task.head_size == 128) return run_split_size<X, C, 128>(task, stream);
+  if (task.head_size == 64) return run_split_size<X, C, 64, LIMITED>(task, stream);
+  if (task.head_size == 96) return run_split_size<X, C, 96, LIMITED>(task, stream);
+  if (task.head_size == 128) return run_split_size<X, C, 128, LIMITED>(task, stream);
+  if (task.head_size == 256) return run_split_size<X, C, 256, LIMITED>(task, stream);
+  if constexpr (!LIMITED) {
+    if (task.head_size == 80) return run_split_size<X, C, 80, LIMITED>(task, stream);
+    if (task.head_size == 112) return run_split_size<X, C, 112, LIMITED>(task, stream);
+  }
   return fail("prefill_attention: no kernel that splits keys for head size %d", task.head_size);
+}
+
+// Over a cache of the activations' dtype.
+template <bool LIMITED>
+int run_split_exact(const PrefillTask& task, void* stream) {
+  return for_16_bit_dtype(task.dtype, "prefill_attention", [&](auto zero) {
+    using X = decltype(zero);
+    return run_split_of<LIMITED, X, X>(task, stream);
+  });
+}
+template <bool LIMITED>
+int run_split_rounded(const PrefillTask& task, void* stream) {
+  return for_16_bit_dtype(task.dtype, "prefill_attention", [&](auto zero) {
+    return for_cache_format(task.cache_format, "prefill_attention", [&](auto number) {
+      return run_split_of<LIMITED, decltype(zero), decltype(number)>(task, stream);
+    });
+  });
 }
 
 }  // namespace

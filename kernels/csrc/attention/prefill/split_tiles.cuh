@@ -46,6 +46,7 @@ struct SplitSource {
 template <typename X, typename C, int D>
 struct SplitTiles {
   static_assert(std::is_same<C, X>::value);
+  static constexpr int kKeys = keys_of(D);
   static constexpr int kTile = kKeys * row_pitch(D);  // numbers of a tile of keys or of values
   static constexpr int kBytes = kStages * 2 * kTile * int(sizeof(X));
   X* const ring;
@@ -98,6 +99,7 @@ __device__ __forceinline__ void dequantise(const uint4& stored, float scale, uin
 // Tiles of an 8-bit cache. A stage holds keys, values, and the scales of both.
 template <typename X, typename C, int D>
 struct SplitTiles8 {
+  static constexpr int kKeys = keys_of(D);
   static constexpr int kTile = kKeys * row_pitch(D);
   static constexpr int kStored = kKeys * D;                   // bytes
   static constexpr int kScales = kKeys * int(sizeof(float));  // bytes

@@ -11,20 +11,28 @@
 namespace tridecode {
 namespace {
 
-constexpr int kKeys = 64;       // of a tile
 constexpr int kLeastTiles = 4;  // of a part
+
+// Keys of a tile.
+__host__ __device__ constexpr int keys_of(int head_size) { return head_size <= 128 ? 64 : 32; }
 
 struct SplitTask : tridecode_attention_task {
   int group;    // query heads of a kv head
   int columns;  // of an item
   int blocks;   // among which the tiles are divided
+  int keys;     // of a tile
+
+  // The first tile that a query at `position` sees.
+  __device__ __forceinline__ int first_tile(int position) const {
+    return window ? max(0, position + 1 - window) / keys : 0;
+  }
 };
 
 struct SplitRow {
   int start, queries;  // its tokens
   int before;          // tokens from earlier steps
-  int tiles, items;
-  int parts;  // of an item, at most
+  int tiles, items;    // tiles that any of its queries sees
+  int parts;           // of an item, at most
 
   // length: tiles of a part, at most.
   static __device__ __forceinline__ SplitRow of(const SplitTask& task, int row, int length) {
@@ -33,7 +41,9 @@ struct SplitRow {
     found.queries = task.query_starts[row + 1] - task.query_starts[row];
     const int context = task.context_lens[row];
     found.before = context - found.queries;
-    found.tiles = found.queries > 0 ? (context + kKeys - 1) / kKeys : 0;
+    found.tiles = found.queries > 0
+                      ? (context + task.keys - 1) / task.keys - task.first_tile(found.before)
+                      : 0;
     found.items = (found.queries * task.group + task.columns - 1) / task.columns * task.kv_heads;
     found.parts = (found.tiles + length - 1) / length;
     return found;
@@ -44,7 +54,7 @@ struct SplitRow {
 struct SplitItem {
   int first, count;  // columns
   int first_query;
-  int visible, tiles, parts;
+  int visible, first_tile, tiles, parts;
 
   static __device__ __forceinline__ SplitItem of(const SplitTask& task, const SplitRow& row,
                                                  int number) {
@@ -53,7 +63,8 @@ struct SplitItem {
     found.count = min(task.columns, row.queries * task.group - found.first);
     found.first_query = found.first / task.group;
     found.visible = row.before + (found.first + found.count - 1) / task.group + 1;
-    found.tiles = (found.visible + kKeys - 1) / kKeys;
+    found.first_tile = task.first_tile(row.before + found.first_query);
+    found.tiles = (found.visible + task.keys - 1) / task.keys - found.first_tile;
     found.parts = min(row.parts, found.tiles);
     return found;
   }
