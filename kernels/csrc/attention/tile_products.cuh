@@ -38,7 +38,9 @@ struct TileSums {
   }
 
   // Replaces scores by probabilities relative to the maximum so far, by which it scales the sums.
-  __device__ __forceinline__ void weigh(float (&scores)[KEYS / 8][4]) {
+  // scale: above 0, multiplies the scores.
+  __device__ __forceinline__ void weigh(float (&scores)[KEYS / 8][4], float scale = 1.0f) {
+    float shrink[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float high = -CUDART_INF_F;
@@ -47,19 +49,25 @@ struct TileSums {
         high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
       high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
       high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
-      const float now = fmaxf(most[i], high);
+      const float now = fmaxf(most[i], high * scale);
       const float base = now == -CUDART_INF_F ? 0.0f : now;  // no visible key so far
-      const float shrink = exp2f(most[i] - base);
+      shrink[i] = power_of_2(most[i] - base);
       most[i] = now;
       float added = 0.0f;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; ++j) added += scores[n][j] = exp2f(scores[n][j] - base);
+        for (int j = 2 * i; j < 2 * i + 2; ++j)
+          added += scores[n][j] = power_of_2(scores[n][j] * scale - base);
       }
-      sum[i] = sum[i] * shrink + added;
+      sum[i] = sum[i] * shrink[i] + added;
+    }
+    // behind the first tiles the maximum seldom rises
+    if (!__any_sync(kAll, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
-      for (int d = 0; d < D / 8; ++d) output[d][2 * i] *= shrink, output[d][2 * i + 1] *= shrink;
+    for (int d = 0; d < D / 8; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[d][i] *= shrink[i / 2];
     }
   }
 

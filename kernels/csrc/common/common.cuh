@@ -144,6 +144,13 @@ __device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+// 2^x; results below 2^-126 are 0.
+__device__ __forceinline__ float power_of_2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
 template <typename X>
 __device__ __forceinline__ float to_float(X x) {
   if constexpr (sizeof(X) == 4) {

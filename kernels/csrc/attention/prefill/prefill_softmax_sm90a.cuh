@@ -26,13 +26,6 @@ __device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
 
-// 2^x; results below 2^-126 are 0.
-__device__ __forceinline__ float power_of_2(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-
 // The two warp groups alternate in issuing wgmmas, beginning with group 0.
 __device__ __forceinline__ void wait_for_turn(int group) {
   asm volatile("bar.sync %0, 256;" ::"r"(kGroups + 1 + group) : "memory");

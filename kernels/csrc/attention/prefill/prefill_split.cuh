@@ -112,7 +112,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       if (!active) continue;
       float scores[kKeys / 8][4] = {};
       Sums::score(scores, keys, [&](int k) -> const uint32_t (&)[4] { return q[k]; });
-      const bool edge = (tile + 1) * kKeys > found.before + item.first_query + 1;
+      // some key may be hidden from some query, or scores are not only multiplied
+      const bool masked =
+          task.slopes || scale <= 0.0f || (tile + 1) * kKeys > found.before + item.first_query + 1;
       if constexpr (LIMITED) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             if (behind > 0 || (task.window && behind <= -task.window)) scores[n][i] = -CUDART_INF_F;
           }
         }
-      } else if (edge || task.slopes) {
+      } else if (masked) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -135,14 +137,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             if (behind > 0) scores[n][i] = -CUDART_INF_F;
           }
         }
-      } else {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) scores[n][i] *= scale;
-        }
       }
-      sums.weigh(scores);
+      sums.weigh(scores, LIMITED || masked ? 1.0f : scale);
       sums.add_values(scores, keys + Tiles::kTile);
     }
     __syncthreads();  // the next chunk's tiles are loaded to the places of these
