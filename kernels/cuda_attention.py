@@ -9,7 +9,15 @@ from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.call import check_qkv, fields_of_heads
 from tridecode.kernels.gemm.kind import finish_heads
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, cache_fields, check_cache, pointer
-from tridecode.kernels.operands import FEW_TOKENS, MOST_QUERIES, Batch, CacheLayer, Heads, Linear
+from tridecode.kernels.operands import (
+    FEW_EXACT_TOKENS,
+    FEW_TOKENS,
+    MOST_QUERIES,
+    Batch,
+    CacheLayer,
+    Heads,
+    Linear,
+)
 from tridecode.kernels.scratch import NUM_COUNTERS
 
 
@@ -66,11 +74,10 @@ class CudaAttention:
         fields["query_starts"] = batch.query_starts.data_ptr()
         fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
         fields["shared_bytes"] = self._gpu.prompt_shared_bytes
-        # with more tokens in a 16-bit cache, rows and heads alone fill the device
-        few = batch.max_query if cache.scales is not None else tokens
+        few = tokens <= FEW_EXACT_TOKENS if cache.scales is None else batch.max_query <= FEW_TOKENS
         if (
-            not batch.fresh_prompts
-            and few <= FEW_TOKENS
+            few
+            and not batch.fresh_prompts
             and self.splits(heads, cache, qkv.dtype)
             and aligned(qkv)
             and aligned(out)
@@ -96,8 +103,8 @@ class CudaAttention:
             self._prefill_dequantised(qkv.dtype, heads, batch, cache, fields)
 
     def splits(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> bool:
-        """Return whether a kernel divides the keys of prompts with cached tokens among blocks, for up to
-        FEW_TOKENS tokens of activations of `dtype`; it reads a cache of 16 or 8 bits."""
+        """Return whether a kernel divides the keys of prompts with cached tokens among blocks, for
+        few tokens of activations of `dtype`; it reads a cache of 16 or 8 bits."""
         if heads.key_bias is not None or self._gpu.prompt_shared_bytes:
             return False
         key = heads.head_size, DTYPES[dtype], cache.block_tokens, int(is_limited(heads))

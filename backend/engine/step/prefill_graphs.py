@@ -21,7 +21,7 @@ from tridecode.backend.engine.step import decode_graphs as graphs
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.step_buffers import StepShape
-from tridecode.kernels.operands import FEW_TOKENS, Batch
+from tridecode.kernels.operands import FEW_EXACT_TOKENS, Batch
 
 log = logging.getLogger("tridecode.engine")
 
@@ -31,7 +31,7 @@ TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024
 DECODES = (0, 4, 16, 32, 64)
 #: Maximum prompts of a step of up to SHORT tokens, and of a longer one: attention of more tokens visits each
 #: padded row once per 128 tokens (0.2 ms per step of 512 tokens and 16 rows of LLaMA-3-8B).
-PROMPTS, SHORT, FEW_PROMPTS = 16, FEW_TOKENS, 4
+PROMPTS, SHORT, FEW_PROMPTS = 16, FEW_EXACT_TOKENS, 4
 
 
 #: Limit of weights times tokens of a step: beyond it the GPU takes longer than the host needs to launch the
