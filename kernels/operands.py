@@ -127,8 +127,8 @@ MOST_QUERIES = MOST_DRAFTS + 1
 #: Prefill tokens of a row, or padded ones of a step, up to which attention of prompts with cached tokens in 8
 #: bits divides the keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh).
 FEW_TOKENS = 256
-#: The same of a step with a 16-bit cache. With more, blocks for each head and 128 queries fill a GPU, and their
-#: kernel is faster: 58 us against 88 for 4 rows of 60 tokens behind 2,016 of LLaMA-3-8B on an H100.
+#: The same of a step with a 16-bit cache. With more, blocks for each head and 128 queries fill a GPU, and
+#: their kernel is faster: 58 us against 88 for 4 rows of 60 tokens behind 2,016 of LLaMA-3-8B on an H100.
 FEW_EXACT_TOKENS = 128
 
 
