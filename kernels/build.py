@@ -36,6 +36,7 @@ FLAGS = [
 ]
 #: allowed bytes of spills, by file: known, and outside the hot loops
 SPILLS = {
+    "add_adapters.cu": 40,
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 36,
     "decode_attention.cu": 328,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tridecode.kernels.adapters.launch import add_adapters
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
@@ -23,6 +24,8 @@ from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
 from tridecode.kernels.operands import (
     FEW_TOKENS,
     MOST_QUERIES,
+    AdapterSlots,
+    AdapterTable,
     Batch,
     CacheLayer,
     Heads,
@@ -48,6 +51,7 @@ class Cuda:
         self.gemms = Gemms(self.gpu)
         self._attention = CudaAttention(self.gpu)
         self._sampling = CudaSampling(self.gpu)
+        self.fuses_adapters = self.gpu.capability >= 90  # clusters of blocks share a row
 
     @property
     def most_linears_rows(self) -> int:
@@ -128,6 +132,21 @@ class Cuda:
         out: Tensor,
     ) -> None:
         self.gemms.project_qkv(Call(x, linear, out, norm), heads, batch, cache)
+
+    def add_adapters(
+        self,
+        x: Tensor,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        *,
+        product: Tensor,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        add_adapters(self.gpu, x, table, adapters, product, activation, residual, norm, normed, out)
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         self.gemms.finish_qkv(qkv, heads, batch, cache)

@@ -122,6 +122,33 @@ class CacheLayer:
         return (self.blocks,) if self.scales is None else (self.blocks.view(torch.int8), self.scales)
 
 
+@dataclass(frozen=True)
+class AdapterTable:
+    """The matrices of LoRA adapters for one GEMM, by slot.
+
+    pairs: slot -> (a (R, in), b (R, out)), X, contiguous. entries: (S, 4) int64 at a fixed address, read by
+    CUDA: a tridecode_adapter_pair of each slot (csrc/api/adapters.h). Rows of entries are a view of a larger
+    tensor.
+    """
+
+    entries: Tensor
+    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AdapterSlots:
+    """The LoRA adapters of the tokens of a step. slots: (T,) int32, the slot of each, -1 for none. order:
+    (T,) int32, the order in which Ops.add_adapters computes rows, those with adapters first; None: any.
+    """
+
+    slots: Tensor
+    order: Tensor | None = None
+
+    def of(self, tokens: slice) -> AdapterSlots:
+        """Return the adapters of a part of the tokens."""
+        return AdapterSlots(self.slots[tokens])
+
+
 #: tokens that a decode row may have
 MOST_QUERIES = MOST_DRAFTS + 1
 #: Prefill tokens of a row, or padded ones of a step, up to which attention of prompts with cached tokens in 8

@@ -12,7 +12,16 @@ from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.kv_rounding import expanded, rounded
 from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import (
+    AdapterSlots,
+    AdapterTable,
+    Batch,
+    CacheLayer,
+    Heads,
+    Linear,
+    Norm,
+    Product,
+)
 from tridecode.kernels.reference import attention, sampling
 from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.products import (
@@ -122,6 +131,33 @@ class Reference:
         )
         total = F.embedding(token_ids, table).float() + F.embedding(positions, position_table).float()
         out.copy_(total)
+
+    @property
+    def fuses_adapters(self) -> bool:
+        return False
+
+    def add_adapters(
+        self,
+        x: Tensor,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        *,
+        product: Tensor,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        total = product.float()
+        for slot, (a, b) in table.pairs.items():
+            rows = (adapters.slots == slot).nonzero().squeeze(1)
+            if len(rows):
+                total = total.index_add(0, rows, x[rows].float() @ a.float().t() @ b.float())
+        total = activated(total.clone(), activation)
+        out.copy_(total if residual is None else total + residual.float())
+        if norm is not None and normed is not None:
+            self.norm(out, norm, out=normed)
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))

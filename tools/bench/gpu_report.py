@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: folders and files with tests marked gpu; tests/tools/bench/test_gpu_report.py compares them with the marks
 GPU_TESTS = (
     "tests/kernels",
+    "tests/backend/engine/test_adapters_gpu.py",
     "tests/backend/engine/test_draft_model_gpu.py",
     "tests/backend/engine/test_heads_gpu.py",
     "tests/backend/engine/test_drafts_gpu.py",

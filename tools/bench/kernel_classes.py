@@ -15,6 +15,7 @@ CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, OTHER)
 OURS = {
     "accept": SAMPLING,
     "activate_rows": OTHER,
+    "add_adapters": OTHER,
     "add_normed": OTHER,
     "add_normed_any": OTHER,
     "all_reduce_rows": COMMUNICATION,

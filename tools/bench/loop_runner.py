@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import BY_CODE, TridecodeError
+from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.door_socket import DoorSocket
@@ -94,7 +95,9 @@ class LoopRunner:
     ):
         self.engine, self._rate, self._seed = engine, rate, seed
         self._params = params or m.SamplingParams()
-        self.scheduler = Scheduler(limits_of(engine), time.monotonic, grammars=grammars)
+        store = engine.state.adapters
+        adapters = None if store is None else Adapters(store)
+        self.scheduler = Scheduler(limits_of(engine), time.monotonic, adapters, grammars=grammars)
         self._run: Run | None = None
 
     def generate(
@@ -102,10 +105,12 @@ class LoopRunner:
         prompts: Sequence[Sequence[int]],
         output_tokens: int | Sequence[int],
         outputs: Sequence[StructuredOutput | None] = (),
+        adapters: Sequence[str] = (),
     ) -> float:
         """Return the seconds until each prompt has its number of new tokens; implements measure.Generate.
 
-        outputs: the grammar that each answer obeys; (): none. The end token is suppressed, as by a request's
+        outputs: the grammar that each answer obeys; (): none. adapters: the name of each prompt's adapter, ""
+        for none; (): none has one. The end token is suppressed, as by a request's
         min_tokens. Raises TridecodeError if one fails.
         """
         end_id, lengths = self.engine.model_config.end_id, output_lengths(prompts, output_tokens)
@@ -117,7 +122,9 @@ class LoopRunner:
             )
             ids = np.asarray(prompt, np.int32).tobytes()
             output = outputs[number] if outputs else None
-            submits.append(m.Submit(number, [m.SequenceRequest(ids, params, structured_output=output)]))
+            name = adapters[number] if adapters else ""
+            sequence = m.SequenceRequest(ids, params, name, structured_output=output)
+            submits.append(m.Submit(number, [sequence]))
         doors = BatchDoors(submits, self._arrivals(len(prompts)))
         loop = RecordedLoop(self.engine, self.scheduler, cast(DoorSocket, doors), RankStatus())
         loop.steps, doors.loop = doors.run.steps, loop

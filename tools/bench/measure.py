@@ -78,6 +78,7 @@ class Job:
     speculation: str = "off"  # the engine's setting
     draft: str = ""  # speculation "draft": a preset, a weight directory or a repository; "heads": a folder
     host_cache_bytes: int = 0  # the engine's setting
+    lora_path: str = "none"  # the engine's setting
 
     @property
     def at_a_time(self) -> int:

@@ -12,107 +12,36 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import Empty, Queue
 
 import torch
-from torch import Tensor
 
 from tridecode.backend.base.errors import CapacityError, CheckpointError, TridecodeError
 from tridecode.backend.engine.adapters.channel import AdapterChannel
+from tridecode.backend.engine.adapters.place import Place, Table
 from tridecode.backend.engine.adapters.table import unknown_adapter
+from tridecode.backend.engine.adapters.tables import AdapterTables
+from tridecode.backend.engine.adapters.upload import Upload
 from tridecode.backend.engine.ranks.agreement import PeerLost
-from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.lora import LoraTargets, read_targets
 from tridecode.backend.weights.lora_tensors import Lora, fingerprint, read_lora
-from tridecode.kernels.operands import Linear
+from tridecode.kernels.adapters.matrices import spans_of
 
 log = logging.getLogger("tridecode.engine")
 
 _LOOK_S = 1.0  # interval between checks of the directories of loaded adapters
-#: weight of a Linear, by identity -> (a (in, R), b (R, out)) of this rank
-Table = dict[int, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The matrices of a rank's model.
-
-    linears: those of this rank's stage, by the stems of their files. dtype, device: those of the activations.
-    """
-
-    specs: Mapping[str, WeightSpec]
-    linears: Mapping[tuple[str, ...], Linear]
-    tensor_rank: int
-    tensor_size: int
-    num_stages: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def table(self, lora: Lora) -> Table:
-        """Return this rank's share of an adapter, on the device.
-
-        CheckpointError if it does not fit the model.
-        """
-        missing = set(lora.pairs) - {name for names in self.linears for name in names}
-        missing = {name for name in missing if f"{name}.weight" in self.specs or self.num_stages == 1}
-        if missing:
-            raise CheckpointError(f"the adapter changes {min(missing)}, which this model does not have")
-        return {
-            id(linear.weight): self._pair(names, lora)
-            for names, linear in self.linears.items()
-            if any(name in lora.pairs for name in names)
-        }
-
-    def _pair(self, names: tuple[str, ...], lora: Lora) -> tuple[Tensor, Tensor]:
-        """Return a (in, R) and b (R, out) for the matrices `names`, which one GEMM computes side by side."""
-        shares = [self._share(name, lora.pairs.get(name)) for name in names]
-        a = torch.cat([share[0] for share in shares])
-        b = torch.block_diag(*(share[1] for share in shares)) if len(shares) > 1 else shares[0][1]
-        a, b = (tensor.t().to(self.dtype).contiguous() for tensor in (a, b))
-        if not b.isfinite().all() or not a.isfinite().all():
-            raise CheckpointError(f"the adapter has values for {names[0]} that do not fit {self.dtype}")
-        return a.to(self.device), b.to(self.device)
-
-    def _share(self, name: str, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return a (R, in) and b (out, R) of one matrix, split like the matrix; R is 0 without a pair."""
-        spec = self.specs[f"{name}.weight"]
-        inputs, outputs = spec.shape
-        if pair is None:
-            pair = torch.zeros(0, inputs), torch.zeros(outputs, 0)
-        a, b = pair
-        if (a.shape[1], b.shape[0]) != spec.shape:
-            found = f"{a.shape[1]} inputs and {b.shape[0]} outputs"
-            raise CheckpointError(
-                f"lora_targets.json has {found} for {name}; config.ini makes it {spec.shape}"
-            )
-        if spec.axis is None:
-            return a, b
-        if spec.axis == 0:
-            return self._cut(spec, a.t()).t(), b
-        return a, self._cut(spec, b)
-
-    def _cut(self, spec: WeightSpec, rows: Tensor) -> Tensor:
-        """Return this rank's share of rows that are split like the matrix, with zeros for padding."""
-        sizes = spec.share_sizes(self.tensor_size)
-        cuts = spec.slices(self.tensor_rank, self.tensor_size)
-        parts = [
-            part
-            for (start, stop), size in zip(cuts, sizes)
-            for part in (rows[start:stop], rows.new_zeros(size - (stop - start), rows.shape[1]))
-        ]
-        return torch.cat(parts)
 
 
 class AdapterStore:
     """The tables of a rank and, on rank 0, the Loader that engine.adapters.Adapters works with.
 
     folder: has a directory for each adapter. weights: the directory of lora_targets.json. channel: to the
-    other ranks, if any. on_finished: called in the loading thread when a load has ended. on_broken: called
-    there with the error that ended the thread; the rank must then exit, because it can no longer load
-    adapters. broken: that error, if the thread ended before on_broken was set.
+    other ranks, if any. tables: where kernels find the adapters, if they add them. on_finished: called in the
+    loading thread when a load has ended. on_broken: called there with the error that ended the thread; the
+    rank must then exit, because it can no longer load adapters. broken: that error, if the thread ended
+    before on_broken was set.
     """
 
     def __init__(
@@ -123,13 +52,15 @@ class AdapterStore:
         max_loras: int,
         max_rank: int,
         channel: AdapterChannel | None = None,
+        tables: AdapterTables | None = None,
     ):
         self.folder, self.max_loras = Path(folder), max_loras
         self.on_finished: Callable[[], None] = lambda: None
         self.on_broken: Callable[[BaseException], None] = lambda error: None
         self.broken: BaseException | None = None
-        self._weights, self._place, self._max_rank = Path(weights), place, max_rank
-        self._channel = channel
+        self._weights, self.place, self._max_rank = Path(weights), place, max_rank
+        self._channel, self._device_tables = channel, tables
+        self._upload = Upload(place.device)
         self._tables: dict[int, Table] = {}
         self._targets: LoraTargets | None = None
         self._jobs: Queue[tuple[int, str] | None] = Queue()
@@ -151,6 +82,8 @@ class AdapterStore:
         Called between steps: memory that a step in flight reads is freed in the device's stream order.
         """
         for number in numbers:
+            if self._device_tables is not None:
+                self._device_tables.release(number)
             self._tables.pop(number, None)
 
     def start(self, number: int, name: str) -> None:
@@ -211,7 +144,7 @@ class AdapterStore:
         """Load an adapter on every rank. If that fails, return the reason; nothing remains loaded."""
         started = time.monotonic()
         try:
-            lora = self._read(name)
+            lora = self.read(name)
             if self._channel is not None:
                 self._channel.send(number, lora)
         except PeerLost:
@@ -229,7 +162,8 @@ class AdapterStore:
             log.info("loaded the adapter %s, %s bytes, in %.2f s", name, f"{lora.num_bytes:,}", seconds)
         return fault
 
-    def _read(self, name: str) -> Lora:
+    def read(self, name: str) -> Lora:
+        """Read an adapter of the folder. Raises TridecodeError."""
         directory = self.folder / name
         try:
             state = fingerprint(directory)
@@ -268,7 +202,7 @@ class AdapterStore:
     def _place_table(self, number: int, lora: Lora) -> TridecodeError | None:
         try:
             with torch.inference_mode():
-                self._tables[number] = self._place.table(lora)
+                self._tables[number] = self._placed(number, self.place.table(lora))
             return None
         except TridecodeError as error:
             return error
@@ -279,6 +213,17 @@ class AdapterStore:
         except Exception as error:
             log.exception("an adapter could not be loaded")
             return CheckpointError(f"the adapter could not be loaded: {type(error).__name__}")
+
+    def _placed(self, number: int, table: Table) -> Table:
+        """Return the table on the device, and enter it in the kernels' tables."""
+        host = [tensor for a, b in table.values() for tensor in (a.t(), b)]
+        spans = [] if self._device_tables is None else [spans_of(b) for _, b in table.values()]
+        copies = self._upload([*host, *spans])
+        pairs, held = copies[: len(host)], copies[len(host) :]
+        table = {weight: (a.t(), b) for weight, a, b in zip(table, pairs[::2], pairs[1::2])}
+        if self._device_tables is not None:
+            self._device_tables.place(number, table, dict(zip(table, held)), self._upload.write)
+        return table
 
     def _follow(self) -> None:
         """The loading thread of the other ranks: receive from rank 0 until it sends the end."""

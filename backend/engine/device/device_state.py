@@ -12,6 +12,7 @@ from tridecode.backend import models
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.store import AdapterStore
+from tridecode.backend.engine.adapters.tables import AdapterTables, fits
 from tridecode.backend.engine.device.drafters.draft_weights import DraftModel
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.host_tier.store import HostStore
@@ -56,6 +57,7 @@ class DeviceState:
         self.ops = ops
         self.model = models.family(model.family).model(model, weights, ranks, config.max_sequence_tokens)
         self.adapters: AdapterStore | None = None
+        self.adapter_tables = self._adapter_tables(weights)
         none = PromptSection(NO_PROMPT, default_start_id(model.vocab_size, model.end_id), [])
         self.prompt_limits = prompt_limits(none, model, self.dtype, None)
         self.prompts = PromptStore(self.prompt_place())
@@ -83,6 +85,16 @@ class DeviceState:
     def first_id(self) -> int:
         """Return the id of the first column of logits and counts on this rank."""
         return 0 if self.vocab is None else self.vocab.first
+
+    def _adapter_tables(self, weights: Weights) -> AdapterTables | None:
+        """Return the tables in which kernels find adapters, if they add them and adapters are served."""
+        config, linears = self.config, list(weights.linears.values())
+        if config.lora_path == "none" or config.batch_invariant or not self.ops.fuses_adapters:
+            return None
+        assert config.max_step_tokens is not None
+        sizes = config.max_loras, config.slots, config.max_step_tokens
+        ring = max(4, self.ranks.num_stages + 2)
+        return AdapterTables(linears, *sizes, ring, self.device) if fits(linears) else None
 
     def prompt_place(self) -> PromptPlace:
         scale = self.model.embedding_scale

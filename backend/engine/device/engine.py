@@ -24,7 +24,7 @@ from tridecode.backend.engine.ranks.parallel import GPU
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, whole_rows
 from tridecode.backend.engine.speculation.depth import StepCosts
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
-from tridecode.backend.engine.step.plan import LateSamples, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import LateSamples, StepPart, StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs
 from tridecode.backend.engine.step.query_graphs import QueryGraphs
 from tridecode.backend.engine.step.step_buffers import StepBuffers
@@ -60,6 +60,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
+        self.part_graphs: dict[type[StepPart], DecodeGraphs] = {}  # of decode steps that have the part
         self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
@@ -172,8 +173,10 @@ class Engine:
         """Run the plan as a CUDA graph, if there is one for it and all its parts allow it."""
         if self.graphs is None or self.on_logits is not None:
             return False
-        if plan.parts and not all(part.captures for part in plan.parts):
-            return False
+        apart = [part for part in plan.parts if not part.captures]
+        if apart:
+            graphs = self.part_graphs.get(type(apart[0])) if len(apart) == 1 and not plan.queries else None
+            return graphs is not None and graphs.replay(plan) is not None
         return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan))
 
     def replay_rows(self, plan: StepPlan) -> bool:
@@ -195,14 +198,21 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def run(self, batch: Batch, plan: StepPlan | None = None, parts: Sequence[PartRun[Any]] = ()) -> None:
+    def run(
+        self,
+        batch: Batch,
+        plan: StepPlan | None = None,
+        parts: Sequence[PartRun[Any]] = (),
+        ops: Ops | None = None,
+    ) -> None:
         """Run one forward of this stage and, on the last, sample.
 
         work.hidden holds the output of the stage before, and afterwards that of this stage. plan: None while
-        nothing is served: no slot starts. parts: the device side of the plan's parts.
+        nothing is served: no slot starts. parts: the device side of the plan's parts. ops: default: those of
+        the parts.
         """
         state = self.state
-        context = Context(self._step_ops(parts), self.ranks, state.work, batch)
+        context = Context(ops or self._step_ops(parts, batch), self.ranks, state.work, batch)
         x = state.work.hidden[: batch.num_tokens]
         if batch.verifies:
             state.ops.place_rows(batch, state.sampling, self.config.block_tokens)
@@ -232,11 +242,11 @@ class Engine:
         elif batch.verifies:
             self.sampler.verified = batch
 
-    def _step_ops(self, parts: Sequence[PartRun[Any]]) -> Ops:
+    def _step_ops(self, parts: Sequence[PartRun[Any]], batch: Batch) -> Ops:
         """Return the operations of a step with these parts."""
         ops = self.state.ops
         for part in parts:
-            ops = part.ops(ops)
+            ops = part.ops(ops, batch)
         return ops
 
     def _take_digest(self, digest: StepDigest, plan: StepPlan) -> Callable[[StepResult], None]:

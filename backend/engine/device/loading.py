@@ -72,7 +72,10 @@ def load_engine(
     if config.weights == "random":
         made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
         drafting = _open_draft(model, config, ranks, ops, device, has_peers, progress)
-        return build_engine(model, config, made, ops, ranks, device, None, phase, open_host, drafting, heads)
+        arguments = ranks, device, None, phase, open_host, drafting, heads
+        engine = build_engine(model, config, made, ops, *arguments)
+        engine.state.adapters = _open_adapters(engine.state, directory, made)
+        return engine
     mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     phase(f"verifying weights ({config.verify_weights})")
@@ -136,7 +139,7 @@ def _load_prompt_tables(state: DeviceState, directory: Path, reader: WeightReade
     state.prompts = load_tasks(reader, state.prompt_limits, state.prompt_place())
 
 
-def _open_adapters(state: DeviceState, directory: Path, weights: FileWeights) -> AdapterStore | None:
+def _open_adapters(state: DeviceState, directory: Path, weights: Weights) -> AdapterStore | None:
     """Open the folder of adapters, if config.lora_path names one. Collective."""
     config, ranks = state.config, state.ranks
     if config.lora_path == "none" or config.batch_invariant:
@@ -153,4 +156,5 @@ def _open_adapters(state: DeviceState, directory: Path, weights: FileWeights) ->
     world = ranks.tensor_size * ranks.num_stages
     channel = AdapterChannel(ranks.rank, world) if world > 1 else None
     folder = Path(config.lora_path)
-    return AdapterStore(folder, directory, place, config.max_loras, config.max_lora_rank, channel)
+    limits = config.max_loras, config.max_lora_rank
+    return AdapterStore(folder, directory, place, *limits, channel, state.adapter_tables)

@@ -122,6 +122,10 @@ class _CpuShapes(Reference):
 class _CudaShapes(Reference):
     """Packs and reserves like kernels.cuda.Cuda, whose arenas grow to float32's size during warm-up."""
 
+    @property
+    def fuses_adapters(self) -> bool:
+        return _capability() >= 90
+
     def __init__(self, itemsize: int) -> None:
         super().__init__()
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.measured_costs import measured_costs
 from tridecode.backend.engine.device.parts.background_run import OpenWeights
+from tridecode.backend.engine.device.parts.table import RUNS
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
@@ -151,6 +153,10 @@ def capture_query_graphs(engine: Engine, most_queries: int, phase: Progress = la
     engine.query_graphs = QueryGraphs(shapes, load, capture)
 
 
+def _run_with(engine: Engine, make_ops: Callable[[Batch], Ops], batch: Batch) -> None:
+    engine.run(batch, ops=make_ops(batch))
+
+
 def _capture(engine: Engine, phase: Progress) -> None:
     """Capture graphs of decode steps for every padded number of rows, and of small steps with prompts."""
     state, ranks, config = engine.state, engine.ranks, engine.config
@@ -168,6 +174,11 @@ def _capture(engine: Engine, phase: Progress) -> None:
 
     capture = Capturer(engine.run, phase, engine.synchronize)
     engine.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
+    for part, run in RUNS.items():
+        make_ops = run.graph_ops(state)
+        if make_ops is not None:
+            capture_part = Capturer(partial(_run_with, engine, make_ops), phase, engine.synchronize)
+            engine.part_graphs[part] = DecodeGraphs(padded_sizes(config.slots), load, capture_part)
     if ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
         return
     products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in state.model.layers]

@@ -26,11 +26,14 @@ from tridecode.backend.base.errors import (
 )
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.adapters import store as adapter_store
+from tridecode.backend.engine.device import device_state
+from tridecode.backend.engine.device.parts import adapters as adapters_run
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.kernels.cpu import Cpu
 
 TOKENS = 6
 #: of every family one or more, in layer 1
@@ -85,6 +88,25 @@ def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
     """Chunks of prompts, decoding rows, waiting requests and preemption, with both adapters and without."""
     weights, folder, models = served(family)
     offline = engine_over(weights, folder, cache_bytes=8 * engine_block_bytes(weights))
+    prompts = prompts_of([20, 1, 7, 13], models[""].config.vocab_size)
+    asked = [(name, prompt) for prompt in prompts for name in models]
+    numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
+    offline.run()
+    for (name, prompt), number in zip(asked, numbers):
+        check(models[name], offline.generations[number], prompt)
+    offline.engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_behind_each_product_give_the_tokens_of_peft(served, family: str, monkeypatch) -> None:
+    """The operations that a GPU's graphs capture, here with those of the CPU: rows of prompts and of decoding
+    sequences, and prompts that are multiplied apart."""
+    monkeypatch.setattr(Cpu, "fuses_adapters", True)
+    monkeypatch.setattr(device_state, "fits", lambda linears: True)
+    monkeypatch.setattr(adapters_run, "_SEGMENT", 5)
+    weights, folder, models = served(family)
+    offline = engine_over(weights, folder)
+    assert offline.engine.state.adapter_tables is not None
     prompts = prompts_of([20, 1, 7, 13], models[""].config.vocab_size)
     asked = [(name, prompt) for prompt in prompts for name in models]
     numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
@@ -324,7 +346,9 @@ def test_steps_without_adapters_keep_their_graphs_and_operations(served, folder:
     engine.graphs, engine.on_logits = graphs, None
     step_ops = engine._step_ops
     monkeypatch.setattr(
-        engine, "_step_ops", lambda parts: seen.append((parts, step_ops(parts))) or seen[-1][1]
+        engine,
+        "_step_ops",
+        lambda parts, batch: seen.append((parts, step_ops(parts, batch))) or seen[-1][1],
     )
     ask(offline, "all", [5])
     assert graphs.plans == [] and all(ops is not engine.state.ops for _, ops in seen)

@@ -102,6 +102,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         speculation=job.speculation,
         draft_path=job.draft or "none",
         host_cache_bytes=job.host_cache_bytes,
+        lora_path=job.lora_path,
     )
     return directory, model, config
 

@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
+import numpy as np
+
 from tridecode.backend.engine.adapters.adapted_ops import AdaptedOps
+from tridecode.backend.engine.adapters.adapted_rows import AdaptedRows, Segment
+from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
+
+#: tokens of a prompt from which on its adapter is multiplied apart from other rows
+_SEGMENT = 32
 
 
 class AdaptersRun(PartRun[AdapterRows]):
     def before(self) -> None:
-        if self.state.adapters is not None:
-            self.state.adapters.drop(self.part.dropped)
+        """Free dropped adapters, and find the slots of the others."""
+        numbers, state = self.part.numbers, self.state
+        if state.adapters is not None:
+            state.adapters.drop(self.part.dropped)
+        if numbers is None or state.adapter_tables is None:
+            return
+        slots = np.array([state.adapter_tables.slot(one) if one >= 0 else -1 for one in numbers.tolist()])
+        slots[self._segment_rows()] = -1
+        state.adapter_tables.load(np.repeat(slots.astype(np.int32), np.diff(self.plan.query_starts)))
 
-    def ops(self, ops: Ops) -> Ops:
-        numbers, store = self.part.numbers, self.state.adapters
+    def ops(self, ops: Ops, batch: Batch) -> Ops:
+        numbers, state = self.part.numbers, self.state
         if numbers is None:
             return ops
-        assert store is not None
-        tables = {number: store.table(number) for number in set(numbers[numbers >= 0].tolist())}
-        return cast(Ops, AdaptedOps(ops, numbers, self.plan.query_starts, tables, self.state.device))
+        assert state.adapters is not None
+        starts = self.plan.query_starts
+        if state.adapter_tables is None:
+            tables = {number: state.adapters.table(number) for number in set(numbers[numbers >= 0].tolist())}
+            return cast(Ops, AdaptedOps(ops, numbers, starts, tables, state.device))
+        segments = [
+            Segment(slice(int(starts[row]), int(starts[row + 1])), state.adapters.table(int(numbers[row])))
+            for row in self._segment_rows().tolist()
+        ]
+        return cast(Ops, _adapted(state, ops, batch, segments))
+
+    @classmethod
+    def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
+        if state.adapter_tables is None:
+            return None
+        return lambda batch: cast(Ops, _adapted(state, state.ops, batch, []))
+
+    def _segment_rows(self) -> np.ndarray:
+        """Return the rows of prompts whose adapters are multiplied apart."""
+        assert self.part.numbers is not None
+        lengths = np.diff(self.plan.query_starts)
+        return np.flatnonzero((self.part.numbers >= 0) & (lengths >= _SEGMENT))
+
+
+def _adapted(state: DeviceState, ops: Ops, batch: Batch, segments: list[Segment]) -> AdaptedRows:
+    """Return the operations of a batch with adapters. With several ranks, sums and stages read results
+    that no operation announces."""
+    tables, ranks = state.adapter_tables, state.ranks
+    assert tables is not None
+    alone = ranks.tensor_size == ranks.num_stages == 1
+    last = state.model.layers[-1].down.weight if alone else None
+    return AdaptedRows(ops, tables.tables, tables.rows(batch.num_tokens), segments, alone, last)

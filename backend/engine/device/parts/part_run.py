@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.step.plan import StepPart, StepPlan
 from tridecode.backend.models.context import Context
+from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
 
 P = TypeVar("P", bound=StepPart)
@@ -27,9 +29,15 @@ class PartRun(Generic[P]):
     def before(self) -> None:
         """Run before the forward, and before the slots of the step start."""
 
-    def ops(self, ops: Ops) -> Ops:
-        """The operations of the forward, instead of `ops`."""
+    def ops(self, ops: Ops, batch: Batch) -> Ops:
+        """The operations of the forward of this batch, instead of `ops`."""
         return ops
+
+    @classmethod
+    def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
+        """Return what makes the operations of decode steps that have this part and are captured as CUDA
+        graphs; None: there are no such graphs. Called once, before the first step."""
+        return None
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """x: (T, C), the output of this stage."""

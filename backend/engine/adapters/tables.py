@@ -1,0 +1,131 @@
+"""The adapters of a rank where kernels find them: by slot, at addresses that no load or eviction changes.
+
+Captured graphs read a step's slots and, through the entries of a slot, the matrices of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.backend.base.errors import CapacityError
+from tridecode.backend.engine.adapters.place import Table
+from tridecode.kernels.adapters.matrices import entry_of
+from tridecode.kernels.adapters.operation import ADAPTER_VECTOR, MOST_ADAPTED_COLUMNS
+from tridecode.kernels.operands import AdapterSlots, AdapterTable, Linear
+
+#: slots for each adapter that may be loaded: an evicted adapter keeps its slot until a plan drops it
+_SLOTS_OF_ONE = 2
+
+
+def fits(linears: Iterable[Linear]) -> bool:
+    """Return whether Ops.add_adapters can add adapters to GEMMs with these weights."""
+    shapes = [linear.weight.shape for linear in linears]
+    return all(
+        outputs % (2 * ADAPTER_VECTOR) == 0
+        and inputs % ADAPTER_VECTOR == 0
+        and outputs <= MOST_ADAPTED_COLUMNS
+        for outputs, inputs in shapes
+    )
+
+
+class AdapterTables:
+    """A table for each GEMM of a rank. tables: by the identity of the weight.
+
+    `place` is called by the thread that loads adapters, the others by that of the steps. The prefix of any
+    length of a step's order is an order of as many rows, because rows without adapters follow ascending.
+    """
+
+    def __init__(
+        self,
+        linears: Iterable[Linear],
+        max_loras: int,
+        max_rows: int,
+        max_tokens: int,
+        ring: int,
+        device: torch.device,
+    ):
+        """max_rows, max_tokens: decode rows of a captured step, and tokens of any step. ring: host buffers,
+        more than the plans in flight."""
+        weights = [id(linear.weight) for linear in linears]
+        slots = _SLOTS_OF_ONE * max_loras
+        self._entries = torch.zeros(slots, len(weights), 4, dtype=torch.int64, device=device)
+        self.tables = {weight: AdapterTable(self._entries[:, i]) for i, weight in enumerate(weights)}
+        self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((slot, None) for slot in range(slots))
+        self._slots: dict[int, int] = {}
+        self._max_rows, words = max_rows, 2 * max(max_tokens, max_rows)
+        pinned = device.type == "cuda"
+        self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
+        self._rows = torch.zeros(words, dtype=torch.int32, device=device)
+        self._turn = 0
+        self.load(np.zeros(0, np.int32))
+
+    def slot(self, number: int) -> int:
+        """Return the slot of an adapter."""
+        return self._slots[number]
+
+    def load(self, slots: np.ndarray) -> None:
+        """Start the copy of the slots of a step's tokens, (T,) int32, to the device."""
+        count = max(len(slots), self._max_rows)
+        host, self._turn = self._ring[self._turn], (self._turn + 1) % len(self._ring)
+        words = host.numpy()
+        words[: len(slots)], words[len(slots) : count] = slots, -1
+        words[count : 2 * count] = np.argsort(words[:count].view(np.uint32), kind="stable")
+        self._rows[: 2 * count].copy_(host[: 2 * count], non_blocking=True)
+
+    def rows(self, tokens: int) -> AdapterSlots:
+        """Return the adapters of the step that `load` has loaded, of `tokens` tokens. A decode step may have
+        more rows than were loaded, up to max_rows, at the same addresses for each number of rows."""
+        count = max(tokens, self._max_rows)
+        return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens])
+
+    def place(
+        self, number: int, table: Table, spans: dict[int, Tensor], write: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """Give an adapter a slot, and fill its entries.
+
+        spans: by the identity of the weight, on the device. write: Upload.write. Raises CapacityError if
+        evicted adapters hold all slots.
+        """
+        if not self._free:
+            raise CapacityError("evicted adapters still hold every slot; the next step frees them: try again")
+        slot, last_step = self._free.popleft()
+        if last_step is not None:
+            last_step.synchronize()
+        try:
+            self._fill(slot, table, spans, write)
+        except BaseException:
+            self._free.append((slot, None))
+            raise
+        self._slots[number] = slot
+
+    def _fill(
+        self, slot: int, table: Table, spans: dict[int, Tensor], write: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        entries = torch.zeros(self._entries.shape[1:], dtype=torch.int64)
+        for row, (weight, held) in enumerate(self.tables.items()):
+            pair = table.get(weight)
+            if pair is None:
+                held.pairs.pop(slot, None)
+                continue
+            a, b = pair[0].t(), pair[1]
+            held.pairs[slot] = a, b
+            entries[row] = entry_of(a, b, spans[weight])
+        write(entries, self._entries[slot])
+
+    def release(self, number: int) -> None:
+        """Free the slot of an adapter that no later step uses; those in flight may still read it."""
+        slot = self._slots.pop(number, None)
+        if slot is None:
+            return
+        event = None
+        if self._entries.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        for held in self.tables.values():
+            held.pairs.pop(slot, None)
+        self._free.append((slot, event))

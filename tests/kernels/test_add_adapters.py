@@ -1,0 +1,243 @@
+"""LoRA adapters of rows behind a product, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import assert_close
+from tests.kernels.test_linear import norm64
+from tridecode.kernels.adapters.matrices import entry_of, spans_of
+from tridecode.kernels.checks import DtypeError, ShapeError
+from tridecode.kernels.operands import AdapterSlots, AdapterTable, Linear, Norm
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+GATES = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": ACTIVATIONS["gelu_tanh"]}
+SLOTS = 5
+_HELD: list[Tensor] = []  # what entries point to, while a test runs
+
+
+@pytest.fixture(autouse=True)
+def _release():
+    yield
+    _HELD.clear()
+
+
+def make_table(place: Place, ranks: dict[int, int], inputs: int, outputs: int, dtype, blocks: int = 1):
+    """A table with an adapter of rank `ranks[slot]` in each slot. blocks: b is 0 outside as many blocks on
+    its diagonal. Entries of other slots have rank 0, and addresses that nothing may read."""
+    entries = torch.zeros(SLOTS, 3, 4, dtype=torch.int64)  # as one product of three
+    pairs = {}
+    for slot, rank in ranks.items():
+        a = place.normal(rank, inputs, dtype=dtype, scale=inputs**-0.5)
+        b = place.normal(rank, outputs, dtype=dtype, scale=rank**-0.5)
+        for block in range(blocks):
+            rows = slice(block * rank // blocks, (block + 1) * rank // blocks)
+            b[rows, : block * outputs // blocks] = 0
+            b[rows, (block + 1) * outputs // blocks :] = 0
+        spans = spans_of(b.cpu()).to(place.device)
+        pairs[slot] = a, b
+        entries[slot, 1] = entry_of(a, b, spans)
+        _HELD.extend([a, b, spans])
+    entries = entries.to(place.device)
+    _HELD.append(entries)
+    return AdapterTable(entries[:, 1], pairs)
+
+
+def make_slots(place: Place, slots: list[int], ordered: bool = True) -> AdapterSlots:
+    order = place.ints(np.argsort(np.array(slots, np.int32).view(np.uint32), kind="stable"))
+    return AdapterSlots(place.ints(slots), order if ordered else None)
+
+
+def sum64(x: Tensor, table: AdapterTable, slots: list[int], product: Tensor) -> Tensor:
+    total = product.double().cpu()
+    for row, slot in enumerate(slots):
+        if slot in table.pairs:
+            a, b = (matrix.double().cpu() for matrix in table.pairs[slot])
+            total[row] += x[row].double().cpu() @ a.t() @ b
+    return total
+
+
+def random_slots(place: Place, rows: int, every: bool = False) -> list[int]:
+    drawn = torch.randint(0 if every else -1, SLOTS, (rows,), generator=place.generator)
+    return drawn.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 64, 200])
+@pytest.mark.parametrize(
+    ("ranks", "inputs", "outputs"),
+    [
+        ({0: 16, 1: 16, 3: 16}, 512, 768),
+        ({0: 8, 1: 64, 2: 33, 4: 1}, 264, 1000),
+        ({0: 7, 2: 130, 3: 64}, 1024, 4104),
+        ({1: 48, 4: 5}, 72, 9000),
+    ],
+)
+def test_rows_get_the_sums_of_their_adapters(place: Place, ranks, inputs, outputs, rows, dtype) -> None:
+    table = make_table(place, ranks, inputs, outputs, dtype)
+    slots = random_slots(place, rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    for ordered in (True, False):
+        batch, out = make_slots(place, slots, ordered), product.clone()
+        place.settle()
+        place.ops.add_adapters(x, table, batch, product=out, out=out)
+        assert_close("linear", out, sum64(x, table, slots, product))
+        without = [row for row, slot in enumerate(slots) if slot not in table.pairs]
+        assert torch.equal(out[without], product[without])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATES])
+@pytest.mark.parametrize("columns", [72, 1024, 14336])
+def test_activations_and_residuals_follow(place: Place, columns, activation, residual, dtype) -> None:
+    if place.device.type == "cpu" and columns > 1024:
+        columns = 128
+    rows, inputs = 9, 136
+    outputs = 2 * columns if activation in GATES else columns
+    table = make_table(place, {0: 16, 1: 3, 2: 64}, inputs, outputs, dtype)
+    slots = random_slots(place, rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    added = place.normal(rows, columns, dtype=dtype) if residual else None
+    out = place.poison(rows, columns, dtype=dtype)
+    place.settle()
+    place.ops.add_adapters(
+        x, table, make_slots(place, slots), product=product, activation=activation, residual=added, out=out
+    )
+    wanted = sum64(x, table, slots, product)
+    if activation in GATES:
+        wanted = GATES[activation](wanted[:, :columns]) * wanted[:, columns:]
+    else:
+        wanted = ACTIVATIONS[activation](wanted)
+    if added is not None:
+        wanted = wanted + added.double().cpu()
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("columns", [40, 4096, 8192])
+def test_a_norm_follows(place: Place, columns, kind, dtype) -> None:
+    rows, inputs = 7, 520
+    table = make_table(place, {0: 16, 3: 40}, inputs, columns, dtype)
+    slots = random_slots(place, rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, columns, dtype=dtype)
+    bias = None if kind == "rms" else place.normal(columns, dtype=dtype)
+    norm = Norm(place.normal(columns, dtype=dtype) + 1, bias, 1e-5)
+    out, normed = product.clone(), place.poison(rows, columns, dtype=dtype)
+    place.settle()
+    place.ops.add_adapters(x, table, make_slots(place, slots), product=out, norm=norm, normed=normed, out=out)
+    assert_close("linear", out, sum64(x, table, slots, product))
+    assert_close("norm", normed, norm64(out, norm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_modules_have_ranks_of_their_own(place: Place, dtype) -> None:
+    """Outside a block for each module (query, key and value), b is 0."""
+    rows, inputs, outputs = 6, 256, 768
+    table = make_table(place, {0: 48, 1: 30}, inputs, outputs, dtype, blocks=3)
+    spans = spans_of(table.pairs[0][1].cpu()).tolist()
+    assert [(span & 0xFFFF, span >> 16) for span in spans] == [(0, 16)] * 4 + [(16, 32)] * 4 + [(32, 48)] * 4
+    slots = [0, 1, -1, 0, 1, 4]
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    out = product.clone()
+    place.settle()
+    place.ops.add_adapters(x, table, make_slots(place, slots), product=out, out=out)
+    assert_close("linear", out, sum64(x, table, slots, product))
+
+
+def test_spans_of_zeros_are_empty() -> None:
+    b = torch.zeros(5, 130)
+    b[2, 128] = b[3, 129] = 1
+    assert [(span & 0xFFFF, span >> 16) for span in spans_of(b).tolist()] == [(0, 0), (0, 0), (2, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 28672), (14336, 4096), (4096, 4096)])
+def test_adapters_are_read_while_the_product_runs(
+    cuda_place: Place, rows: int, inputs: int, outputs: int
+) -> None:
+    """The kernel reads x and the adapters while the product runs; many times, with new inputs each time."""
+    place, dtype = cuda_place, torch.bfloat16
+    ops = place.ops
+    table = make_table(place, {0: 16, 1: 16, 2: 64}, inputs, outputs, dtype)
+    weight = place.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+    linear = ops.pack(Linear(weight))
+    norm = Norm(place.normal(inputs, dtype=dtype) + 1, None, 1e-5)
+    slots = random_slots(place, rows, every=True)
+    batch, given = make_slots(place, slots), place.normal(20, rows, inputs, dtype=dtype)
+    x = place.poison(rows, inputs, dtype=dtype)
+    outs = place.poison(20, rows, outputs, dtype=dtype)
+    place.settle()
+    for source, out in zip(given, outs):
+        ops.norm(source, norm, out=x)
+        ops.linear(x, linear, out=out)
+        ops.add_adapters(x, table, batch, product=out, out=out)
+    place.settle()
+    for source, out in zip(given, outs):
+        ops.norm(source, norm, out=x)
+        place.settle()
+        plain = x.double() @ weight.double().t()
+        for row, slot in enumerate(slots):
+            if slot in table.pairs:
+                a, b = table.pairs[slot]
+                plain[row] += x[row].double() @ a.double().t() @ b.double()
+        assert_close("two products", out, plain)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_other_slots_and_other_adapters(cuda_place: Place) -> None:
+    place, dtype, rows, inputs, outputs = cuda_place, torch.bfloat16, 16, 512, 1024
+    table = make_table(place, {0: 16, 1: 32}, inputs, outputs, dtype)
+    other = make_table(place, {3: 8}, inputs, outputs, dtype)
+    batch = make_slots(place, [-1] * rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    out = torch.empty_like(product)
+    place.settle()
+    place.ops.add_adapters(x, table, batch, product=product, out=out)
+    place.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        place.ops.add_adapters(x, table, batch, product=product, out=out)
+    for step, slots in enumerate([[0] * rows, [1, 0, -1, 2] * 4, [3, -1] * 8]):
+        if step == 2:
+            table.entries[3] = other.entries[3]
+            table.pairs[3] = other.pairs[3]
+        changed = make_slots(place, slots)
+        batch.slots.copy_(changed.slots)
+        batch.order.copy_(changed.order)
+        out.fill_(float("nan"))
+        place.settle()
+        graph.replay()
+        place.settle()
+        assert_close("linear", out, sum64(x, table, slots, product))
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_is_refused_before_a_launch(cuda_place: Place) -> None:
+    place, dtype = cuda_place, torch.bfloat16
+    table = make_table(place, {0: 8}, 64, 64, dtype)
+    x, product, batch = place.normal(2, 64, dtype=dtype), place.normal(2, 64, dtype=dtype), [0, -1]
+    with pytest.raises(ShapeError, match="60 inputs and 64 columns; wanted multiples of 8"):
+        place.ops.add_adapters(x[:, :60], table, make_slots(place, batch), product=product, out=product)
+    with pytest.raises(ShapeError, match=r"slots is \(3,\); wanted \(2,\)"):
+        place.ops.add_adapters(x, table, make_slots(place, [0, 0, 0]), product=product, out=product)
+    with pytest.raises(DtypeError, match="out is torch.float32"):
+        place.ops.add_adapters(x, table, make_slots(place, batch), product=product, out=product.float())
+    with pytest.raises(ShapeError, match="out has 64 columns; 64 outputs give 32"):
+        place.ops.add_adapters(
+            x, table, make_slots(place, batch), product=product, activation="swiglu", out=product
+        )

@@ -1,0 +1,121 @@
+"""Measures what LoRA adapters add to a decode step.
+
+    python -m tridecode.tools.bench.studies.adapters [--preset llama-3-8b] [--quantization int8]
+        [--rows 64] [--rank 16] [--repeats 3] [--output FILE]
+
+Random weights, and random adapters that change every matrix. Requests without an adapter alternate with
+requests for one or more adapters, on one engine. A figure is the median time between decode steps in which
+all rows run; the ratio is the median over the repeats of a case's figure divided by the figure before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tridecode.backend.engine.adapters.place import Place
+from tridecode.backend.engine.adapters.store import AdapterStore
+from tridecode.backend.engine.adapters.tables import AdapterTables
+from tridecode.backend.weights.lora_tensors import Lora
+from tridecode.tools.bench.engines.ours import open_engine
+from tridecode.tools.bench.jobs import make_job
+from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.shapes.presets import random_prompts
+
+_SCALE = 0.02  # standard deviation of the random matrices
+
+
+class RandomAdapters(AdapterStore):
+    """Makes a random adapter of every matrix for any name, instead of reading one."""
+
+    def __init__(self, place: Place, max_loras: int, rank: int, tables: AdapterTables | None):
+        super().__init__(Path("."), Path("."), place, max_loras, rank, tables=tables)
+        self._rank = rank
+
+    def read(self, name: str) -> Lora:
+        """Return the adapter of this name, which is the same in every run."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        names = [name for names in self.place.linears for name in names]
+        return Lora({name: self._pair(name, generator) for name in names})
+
+    def _pair(self, name: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a and b of one matrix, with a rank of its own for each of its sections."""
+        spec = self.place.specs[f"{name}.weight"]
+        inputs, outputs = spec.shape
+        sections = spec.sections if spec.axis == 1 and spec.sections else (outputs,)
+        parts = [torch.randn(size, self._rank, generator=generator) * _SCALE for size in sections]
+        a = torch.randn(self._rank * len(sections), inputs, generator=generator) * _SCALE
+        return a, torch.block_diag(*parts)
+
+
+def cases(rows: int) -> dict[str, list[str]]:
+    """Return the adapter of each row, by the name of the case."""
+    return {
+        f"one row of {rows}": ["one", *[""] * (rows - 1)],
+        f"one adapter, {rows} rows": ["one"] * rows,
+        f"eight adapters, {rows} rows": [str(row % 8) for row in range(rows)],
+    }
+
+
+def step_ms(runner: LoopRunner, prompts: list[list[int]], tokens: int, names: list[str]) -> float:
+    """Return the median milliseconds between two steps in which every prompt has a decode row."""
+    runner.generate(prompts, tokens, adapters=names)
+    steps = runner.take_run().steps
+    full = [
+        1000 * (step.time - before.time)
+        for before, step in zip(steps, steps[1:])
+        if before.decodes == step.decodes == len(prompts) and not step.prompt_tokens
+    ]
+    return statistics.median(full)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="llama-3-8b")
+    parser.add_argument("--quantization", default="")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    tokens, found = arguments.output_tokens, []
+    job = make_job(
+        arguments.preset, None, None,
+        batches=(arguments.rows,), prompt_tokens=arguments.prompt_tokens, output_tokens=tokens,
+        quantization=arguments.quantization,
+    )  # fmt: skip
+    with open_engine(replace(job, lora_path=".")) as engine:
+        opened = engine.state.adapters
+        assert opened is not None
+        engine.state.adapters = RandomAdapters(
+            opened.place, engine.config.max_loras, arguments.rank, engine.state.adapter_tables
+        )
+        prompts = random_prompts(arguments.rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
+        runner = LoopRunner(engine)
+        for name, adapters in cases(arguments.rows).items():
+            runner.generate(prompts, 4, adapters=adapters)  # loads the adapters, and warms up
+            pairs = [
+                (step_ms(runner, prompts, tokens, []), step_ms(runner, prompts, tokens, adapters))
+                for _ in range(arguments.repeats)
+            ]
+            ratio = statistics.median(changed / plain for plain, changed in pairs)
+            plain, changed = (statistics.median(column) for column in zip(*pairs))
+            found.append({"case": name, "plain_ms": plain, "ms": changed, "ratio": ratio})
+            print(f"{name:28} {plain:8.3f} ms {changed:8.3f} ms  x {ratio:.4f}", flush=True)
+        engine.close()
+    if arguments.output:
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
