@@ -120,6 +120,12 @@ class AdapterStore:
             self.broken = error
             self.on_broken(error)
 
+    def load_now(self, number: int, name: str) -> None:
+        """Load an adapter in this thread, on rank 0 and before any request names one."""
+        error = self._load(number, name)
+        if error is not None:
+            raise error
+
     # ------------------------------------------------------------ the loading thread of rank 0
 
     def _lead(self) -> None:

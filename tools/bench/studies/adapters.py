@@ -13,21 +13,29 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 import zlib
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tridecode.backend.engine.adapters.place import Place
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.adapters.tables import AdapterTables
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.step.decode_graphs import decode_plan
 from tridecode.backend.weights.lora_tensors import Lora
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
+from tridecode.tools.bench.kernel_classes import plain_name
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.shapes.presets import random_prompts
 
+_REPLAYS = 20
 _SCALE = 0.02  # standard deviation of the random matrices
 
 
@@ -75,6 +83,41 @@ def step_ms(runner: LoopRunner, prompts: list[list[int]], tokens: int, names: li
     return statistics.median(full)
 
 
+def profile(engine: Engine, store: AdapterStore, rows: int) -> None:
+    """Print the microseconds of each kernel in replayed decode steps with empty contexts, for each case."""
+    tables, columns = engine.state.adapter_tables, dict[str, defaultdict[str, float]]()
+    assert tables is not None and engine.graphs is not None
+    for number in range(8):
+        store.load_now(number, str(number))
+    slots: dict[str, list[int]] = {
+        "plain": [],
+        "one row": [tables.slot(0), *[-1] * (rows - 1)],
+        "eight": [tables.slot(row % 8) for row in range(rows)],
+    }
+    for case, given in slots.items():
+        graphs = engine.part_graphs[AdapterRows] if given else engine.graphs
+        tables.load(np.array(given, np.int32))
+        graphs.replay(decode_plan(rows))
+        engine.synchronize()
+        started = time.perf_counter()
+        for _ in range(_REPLAYS):
+            graphs.replay(decode_plan(rows))
+        engine.synchronize()
+        columns[case] = defaultdict(float)
+        columns[case]["total"] = 1e6 * (time.perf_counter() - started) / _REPLAYS
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(_REPLAYS):
+                graphs.replay(decode_plan(rows))
+            engine.synchronize()
+        for event in profiler.key_averages():
+            columns[case][plain_name(event.key)] += event.device_time_total / _REPLAYS
+    names = sorted(
+        {name for found in columns.values() for name in found}, key=lambda name: -columns["one row"][name]
+    )
+    for name in names[:20]:
+        print(f"{name[:44]:44}" + "".join(f"{found[name]:12.1f}" for found in columns.values()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,6 +130,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
     arguments = parser.parse_args()
     tokens, found = arguments.output_tokens, []
     job = make_job(
@@ -100,6 +144,9 @@ def main() -> None:
         engine.state.adapters = RandomAdapters(
             opened.place, engine.config.max_loras, arguments.rank, engine.state.adapter_tables
         )
+        if arguments.profile:
+            profile(engine, engine.state.adapters, arguments.rows)
+            return
         prompts = random_prompts(arguments.rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
         runner = LoopRunner(engine)
         for name, adapters in cases(arguments.rows).items():
