@@ -19,7 +19,13 @@ from tridecode.backend.engine.device.parts.background_run import OpenWeights
 from tridecode.backend.engine.device.parts.table import RUNS
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.ranks.parallel import Ranks
-from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
+from tridecode.backend.engine.step.decode_graphs import (
+    Capturer,
+    DecodeGraphs,
+    coarse_sizes,
+    padded_sizes,
+    warm_up_plans,
+)
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
 from tridecode.backend.engine.step.query_graphs import QueryGraphs, query_shapes
@@ -178,7 +184,7 @@ def _capture(engine: Engine, phase: Progress) -> None:
         make_ops = run.graph_ops(state)
         if make_ops is not None:
             capture_part = Capturer(partial(_run_with, engine, make_ops), phase, engine.synchronize)
-            engine.part_graphs[part] = DecodeGraphs(padded_sizes(config.slots), load, capture_part)
+            engine.part_graphs[part] = DecodeGraphs(coarse_sizes(config.slots), load, capture_part)
     if ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
         return
     products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in state.model.layers]

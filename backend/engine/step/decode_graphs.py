@@ -24,6 +24,14 @@ def padded_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def coarse_sizes(most: int) -> list[int]:
+    """1, 2, 4, up to 64, then by 32; the last is `most`. Up to 64 rows the tiles of products have such sizes,
+    so padding costs little.
+    """
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, most + 32, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
 def decode_plan(rows: int) -> StepPlan:
     """Return a plan of `rows` decode rows that read and write nothing, to capture a graph from."""
     return empty_plan(rows, rows, rows, samples=1)
