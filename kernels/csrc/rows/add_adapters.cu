@@ -136,8 +136,8 @@ struct Sums {
           sum += load_from(own + threadIdx.x, block);
         joined[threadIdx.x] = sum;
       }
-      cluster_arrive();  // nobody reads `own` any more
       __syncthreads();
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // `own` has been read
       return joined;
     }
 #endif
