@@ -26,6 +26,7 @@ from tridecode.backend.base.errors import (
 )
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.adapters import store as adapter_store
+from tridecode.backend.engine.adapters.tables import AdapterTables, fits
 from tridecode.backend.engine.device import device_state
 from tridecode.backend.engine.device.parts import adapters as adapters_run
 from tridecode.backend.engine.offline import OfflineEngine
@@ -34,6 +35,7 @@ from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.cpu import Cpu
+from tridecode.kernels.operands import Linear
 
 TOKENS = 6
 #: of every family one or more, in layer 1
@@ -380,3 +382,43 @@ def test_a_loop_that_waits_for_adapters_neither_spins_nor_looks_hung(served, fol
         assert time.monotonic() - started < 5
     assert doors.tokens[1] == greedy(served("bloom")[2]["all"], [5], TOKENS)[0]
     offline.engine.close()
+
+
+def test_kernels_add_adapters_to_matrices_of_whole_vectors_without_rounded_inputs() -> None:
+    good = Linear(torch.empty(48, 24))
+    assert fits([good])
+    for other in (Linear(torch.empty(40, 24)), Linear(torch.empty(48, 20)), Linear(torch.empty(65552, 24))):
+        assert not fits([good, other])
+    assert not fits([good, Linear(torch.empty(48, 24), kind="fp8")])
+    assert not fits([good, Linear(torch.empty(48, 24), activations="int8")])
+
+
+def test_a_slot_is_filled_again_once_its_adapter_is_dropped() -> None:
+    """Two slots for each adapter that may be loaded: an evicted one keeps its own until a plan drops it."""
+    linear = Linear(torch.empty(48, 24))
+    tables = AdapterTables([linear], 1, 4, 8, 4, torch.device("cpu"))
+    pair = torch.zeros(24, 2), torch.zeros(2, 48)
+
+    def place(number: int) -> int:
+        table = {id(linear.weight): pair}
+        tables.place(number, table, {id(linear.weight): torch.zeros(1)}, lambda host, to: to.copy_(host))
+        return tables.slot(number)
+
+    first, second = place(0), place(1)
+    assert first != second
+    with pytest.raises(CapacityError, match="evicted adapters still hold every slot"):
+        place(2)
+    tables.release(0)
+    assert place(3) == first
+    held = tables.tables[id(linear.weight)]
+    assert set(held.pairs) == {first, second} and held.entries[first, 3] == 2
+    tables.load(np.array([-1, second, -1, first, second], np.int32))
+    loaded = tables.rows(5)
+    assert loaded.slots.tolist() == [-1, second, -1, first, second]
+    assert [loaded.slots[row] for row in loaded.order.tolist()] == sorted(
+        loaded.slots.tolist(), key=lambda slot: (slot < 0, slot)
+    )
+    tables.load(np.array([-1, second], np.int32))
+    padded = tables.rows(4)
+    assert padded.slots.tolist() == [-1, second, -1, -1] and padded.order.tolist() == [1, 0, 2, 3]
+    assert tables.rows(3).order.tolist() == [1, 0, 2]

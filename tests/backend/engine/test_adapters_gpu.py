@@ -99,7 +99,7 @@ def test_an_adapter_that_replaces_another_changes_the_rows_of_the_same_graph(tmp
     offline.engine.close()
 
 
-@pytest.mark.parametrize("quantization", ["", "int8", "int4", "w8a8-int8", "w8a8-fp8"])
+@pytest.mark.parametrize("quantization", ["", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_graph_computes_the_rows_of_torch_behind_any_weight(quantization: str, rows: int) -> None:
     job = make_job(
