@@ -74,15 +74,18 @@ class GrammarChecker:
             if self._process is None:
                 self._start()
 
-    def check(self, output: StructuredOutput, connection: int, cpu_ms: float | None = None) -> None:
-        """Return once the grammar has compiled within its limits. One thread at a time uses a connection.
+    def check(
+        self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
+    ) -> StructuredOutput:
+        """Return what is to be compiled, which has compiled within its limits: the output, or what
+        schemas.prepare makes of it. One thread at a time uses a connection.
 
         cpu_ms: another limit than that of the checker, if it is less.
         Raises GrammarFault if it does not compile, CheckerDown if the processes cannot be used. Those that
         are gone are started again: no grammar ends them, because each compiles in a fork.
         """
         if output.kind in _TRUSTED:
-            return
+            return output
         limit = self._cpu_ms if cpu_ms is None else cpu_ms
         try:
             answer = self._ask(output, connection, limit)
@@ -97,6 +100,8 @@ class GrammarChecker:
         if fault:
             text = fault if answer.get("whole") else f"structured_output ({output.kind}) is refused: {fault}"
             raise GrammarFault(text, str(answer.get("reason", "refused")))
+        text = answer.get("text")
+        return output if text is None else StructuredOutput(output.kind, text)
 
     def close(self) -> None:
         """End the processes. A check that another thread waits for raises CheckerDown."""

@@ -3,8 +3,9 @@
     python -I checker_child.py FOLDER VOCAB_SIZE END_IDS MEMORY_BYTES FD...
 
 FOLDER: of the tokenizer. END_IDS: separated by commas. FD: connected sockets, one process for each. A frame
-is a length of 8 bytes and JSON: {"kind", "text", "cpu_ms"}, then {"fault", "reason"}. The vocabulary is read
-once. Each grammar is compiled in a fork, which the kernel ends at its limits.
+is a length of 8 bytes and JSON: {"kind", "text", "cpu_ms"}, then {"fault", "reason"}, or the {"text"} of a
+schema to compile instead. The vocabulary is read once. Each grammar is compiled in a fork, which the kernel
+ends at its limits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.guidance import Guidance
 from tridecode.backend.engine.grammars.matcher import GrammarFault
+from tridecode.backend.engine.grammars.schemas import prepare
 from tridecode.backend.engine.grammars.vocabulary import read_vocabulary
 from tridecode.backend.wire.structured_output import StructuredOutput
 
@@ -104,7 +106,8 @@ class _Checker:
             self._limit(cpu_ms)
             answer = self._answer(output)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            os.write(writer, json.dumps(answer).encode("ascii"))
+            with os.fdopen(writer, "wb") as file:
+                file.write(json.dumps(answer).encode("ascii"))
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -121,10 +124,11 @@ class _Checker:
 
     def _answer(self, output: StructuredOutput) -> dict[str, Any]:
         try:
-            self._compiler.compile(output).fill(np.zeros(self._words, np.int32))
+            prepared = prepare(output)
+            self._compiler.compile(prepared).fill(np.zeros(self._words, np.int32))
         except GrammarFault as fault:
             return {"fault": str(fault), "reason": fault.reason, "whole": True}
-        return {"fault": ""}
+        return {"fault": "", "text": None if prepared is output else prepared.text}
 
 
 def _send(connection: socket.socket, answer: dict[str, Any]) -> None:

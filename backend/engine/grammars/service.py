@@ -25,6 +25,7 @@ from tridecode.backend.engine.grammars.checker import GrammarChecker
 from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.grammars.counts import GrammarCounts
 from tridecode.backend.engine.grammars.matcher import GrammarCompiler, GrammarFault, TokenMatcher
+from tridecode.backend.engine.grammars.schemas import prepare
 from tridecode.backend.wire.structured_output import StructuredOutput
 
 log = logging.getLogger("tridecode.engine")
@@ -311,9 +312,11 @@ class Grammars:
         if known is not None:
             return known
         try:
-            if self._checker is not None:
-                self._checker.check(output, connection, cpu_ms)
-            matcher = self._compiler.compile(output)
+            if self._checker is None:
+                prepared = prepare(output)
+            else:
+                prepared = self._checker.check(output, connection, cpu_ms)
+            matcher = self._compiler.compile(prepared)
         except GrammarFault as fault:
             if fault.reason in ("time", "memory") and cpu_ms is None:
                 self._cache.refuse(key, fault)

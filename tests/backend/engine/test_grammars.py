@@ -274,7 +274,7 @@ REFUSED = {
     "type": (schema({"type": "objekt"}), "Invalid type: objekt"),
     "false": (StructuredOutput("json_schema", "false"), "not a JSON object"),
     "range": (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater"),
-    "endless reference": (schema({"$ref": "#"}), "allows no token"),
+    "endless reference": (schema({"$ref": "#"}), "no finite value satisfies it"),
     "endless rule": (StructuredOutput("grammar", "start: start"), "allows no token"),
     "unknown rule": (StructuredOutput("grammar", "start: a"), 'unknown name: "a"'),
     "no grammar": (StructuredOutput("grammar", "hello"), "not valid EBNF"),
