@@ -71,19 +71,18 @@ def train_draft(job: Job, console: Console) -> DraftInfo:
         console.print(
             f"{len(texts.train)} texts of {texts.num_tokens:,} tokens, {len(texts.held_back)} held back"
         )
-        hidden = None
-        if job.kind == HEADS:
-            hidden = read_hidden(engine, texts.train), read_hidden(engine, texts.held_back)
+        hidden = read_hidden(engine, texts.train)
+        unseen = read_hidden(engine, texts.held_back)
         del engine
         gc.collect()  # an engine is part of reference cycles
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
-        if hidden is not None:
-            tensors, rates = _train_heads(target, texts, *hidden, job)
+        if job.kind == HEADS:
+            tensors, rates = _train_heads(target, texts, hidden, unseen, job)
             info = _info(target, texts, rates, job)
             write_draft(job.output, info, tensors)
             return info
-        rates = _train_model(target, texts, job)
+        rates = _train_model(target, texts, hidden, job)
         info = _info(target, texts, rates, job)
         write_info(job.output, info)
         return info
@@ -107,11 +106,11 @@ def _train_heads(
     return tensors, tokens_per_step(drafted, job.plan.depth)
 
 
-def _train_model(target: Target, texts: Texts, job: Job) -> list[float]:
+def _train_model(target: Target, texts: Texts, hidden: list[Tensor], job: Job) -> list[float]:
     """Write a draft model; return its tokens per step."""
     assert target.checkpoint is not None
     model = cut_model(target.checkpoint, job.layers)
-    train_model(model, texts.train, job.plan, target.device)
+    train_model(model, texts.train, hidden, job.plan, target.device)
     depth = job.plan.depth
     rates = tokens_per_step(((text, model_drafts(model, text, depth)) for text in texts.held_back), depth)
     save_model(model, target.checkpoint, job.output, job.dtype)
@@ -146,7 +145,7 @@ def _check_memory(job: Job, target: Target) -> None:
     """Raise ConfigError if the hidden states would take more than _MEMORY_SHARE of the free memory."""
     size = 4 if target.settings.data_type == "fp32" else 2
     wanted, free = 2 * size * job.tokens * target.config.hidden_size, available_memory()
-    if job.kind == HEADS and wanted > free * _MEMORY_SHARE:
+    if wanted > free * _MEMORY_SHARE:
         raise ConfigError(
             f"the hidden states of {job.tokens:,} tokens take {wanted:,} bytes; this machine has {free:,} "
             f"free, and they may take {_MEMORY_SHARE:.0%} of it (--tokens)"

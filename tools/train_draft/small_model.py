@@ -66,8 +66,17 @@ def _renumber(model: PreTrainedModel, kept: list[int], count: int) -> None:
                 setattr(module, name, numbers[getattr(module, name)])
 
 
-def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, device: torch.device) -> None:
-    """Train a model in place on the answers of the texts. plan.batch: positions of a step, about."""
+def train_model(
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    states: Sequence[Tensor],
+    plan: Plan,
+    device: torch.device,
+) -> None:
+    """Train a model in place on the answers of the texts. plan.batch: positions of a step, about.
+
+    states: hidden states of the target, (tokens, C) for each text.
+    """
     torch.manual_seed(plan.seed)
     torch.nn.Module.to(model, device)
     optimizer = torch.optim.AdamW(
@@ -83,7 +92,8 @@ def train_model(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, devic
         for step in range(steps):
             if step % len(groups) == 0:
                 shuffled = order.permutation(len(groups))
-            part = [texts[index] for index in groups[shuffled[step % len(groups)]]]
+            group = groups[shuffled[step % len(groups)]]
+            part = [(texts[index], states[index]) for index in group]
             _step(model, part, vocabulary, device)
             clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
@@ -102,21 +112,27 @@ def _groups(lengths: list[int], tokens: int) -> list[list[int]]:
     return groups
 
 
-def _step(model: PreTrainedModel, texts: list[Text], vocabulary: Vocabulary, device: torch.device) -> None:
-    """Add the gradients of a batch of texts; only tokens of the answers count."""
-    longest = max(len(text.ids) for text in texts)
+def _step(
+    model: PreTrainedModel,
+    texts: Sequence[tuple[Text, Tensor]],
+    vocabulary: Vocabulary,
+    device: torch.device,
+) -> None:
+    """Add the gradients of a batch of texts and the target's states; only tokens of the answers count."""
+    longest = max(len(text.ids) for text, _ in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    labels = torch.full((len(texts), longest), -100)
-    for row, text in enumerate(texts):
+    for row, (text, _) in enumerate(texts):
         ids[row, : len(text.ids)] = torch.from_numpy(text.ids)
-        labels[row, text.prompt - 1 : len(text.ids) - 1] = torch.from_numpy(text.ids[text.prompt :])
+    # the states that give the tokens of the answers
+    rows = [np.arange(text.prompt - 1, len(text.ids) - 1) for text, _ in texts]
+    places = torch.from_numpy(np.concatenate([row * longest + one for row, one in enumerate(rows)]))
+    target = torch.cat([states[one] for (_, states), one in zip(texts, rows)])
     with autocast(device):
         hidden = _last_hidden(model, ids.to(device))
-    wanted = labels.to(device).view(-1)
-    rows = (wanted >= 0).nonzero().squeeze(1)
     leaf = hidden.detach().flatten(0, 1).float().requires_grad_()
-    for part in rows.split(_ROWS):  # the logits of all together would be large
-        (vocabulary.loss(leaf[part], wanted[part], "sum") / len(rows)).backward()
+    # the logits of all together would be large
+    for part, wanted in zip(places.to(device).split(_ROWS), target.to(device).split(_ROWS)):
+        (vocabulary.loss(leaf[part], wanted) / len(places)).backward()
     assert leaf.grad is not None
     hidden.backward(leaf.grad.view_as(hidden).to(hidden.dtype))
 

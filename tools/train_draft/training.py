@@ -52,11 +52,11 @@ class States:
     ends: Tensor
     places: np.ndarray
 
-    def labels(self, rows: Tensor, depth: int) -> Tensor:
-        """Return the ids that the heads should give, (B, depth); -100 behind the end of a text."""
-        wanted = rows[:, None] + torch.arange(2, depth + 2)
-        inside = wanted < self.ends[rows][:, None]
-        return torch.where(inside, self.ids[wanted.clamp(max=len(self.ids) - 1)], -100)
+    def following(self, rows: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that give the `depth` tokens behind each row's next one, and whether they are in
+        the text; (B, depth) both."""
+        found = rows[:, None] + torch.arange(1, depth + 1)
+        return found.clamp(max=len(self.ids) - 1), found < self.ends[rows][:, None]
 
 
 def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
@@ -80,30 +80,32 @@ def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
 class Vocabulary:
     """The ids among which a drafter learns to choose, and their rows of the target's head.
 
-    A GPU has time for all ids. A CPU takes those that occur in the texts, a tenth or less of the vocabulary;
-    the logits of the others remain those of the untrained drafter, and are seldom the largest.
+    A drafter learns the target's whole distribution of each token, from the target's hidden state; learning
+    from the tokens alone needs more texts. A GPU has time for all ids. A CPU takes those that occur in the
+    texts, a tenth or less of the vocabulary; the logits of the others remain those of the untrained drafter,
+    and are seldom the largest.
 
     ids: of the texts. head: (V, C) on the device; bias: (V,) or None.
     """
 
     def __init__(self, ids: Tensor, head: Tensor, bias: Tensor | None):
-        self._numbers: Tensor | None = None
         if head.device.type == "cpu":
             chosen = ids.unique()
-            self._numbers = torch.full((len(head),), -100).index_copy_(0, chosen, torch.arange(len(chosen)))
             head, bias = head[chosen], None if bias is None else bias[chosen]
         dtype = torch.bfloat16 if uses_bf16(head.device) else torch.float32
         self._head, self._bias = head.to(dtype), None if bias is None else bias.to(dtype)
 
-    def loss(self, hidden: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        """Return the cross entropy of ids.
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Return the sum of the cross entropies between the target's distributions and the drafter's.
 
-        hidden: (B, C) float32, inputs of the head. labels: (B,) ids, -100 for none.
+        hidden, target: (B, C), inputs of the head.
         """
-        if self._numbers is not None:
-            labels = torch.where(labels < 0, labels, self._numbers[labels.clamp(min=0)])
-        logits = linear(hidden.to(self._head.dtype), self._head, self._bias)
-        return cross_entropy(logits.float(), labels, ignore_index=-100, reduction=reduction)
+        with torch.no_grad():
+            wanted = self._logits(target).softmax(-1)
+        return cross_entropy(self._logits(hidden), wanted, reduction="sum")
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.to(self._head.dtype), self._head, self._bias).float()
 
 
 def train_heads(
@@ -128,12 +130,13 @@ def train_heads(
                 shuffled = order.permutation(states.places)
             start = step % per_epoch * plan.batch
             rows = torch.from_numpy(shuffled[start : start + plan.batch])
-            labels = states.labels(rows, plan.depth).to(device)
+            after, inside = states.following(rows, plan.depth)
+            target = states.hidden[after].to(device)
             z = states.hidden[rows].to(device, torch.float32)
             e = embedding[states.ids[rows + 1].to(device)].float()
             with half:
                 guesses = heads(z, e)
-            _backward(guesses, labels, vocabulary)
+            _backward(guesses, target, inside.to(device), vocabulary)
             torch.nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
             optimizer.step()
             schedule.step()
@@ -142,13 +145,17 @@ def train_heads(
     return heads
 
 
-def _backward(guesses: Tensor, labels: Tensor, vocabulary: Vocabulary) -> None:
-    """Add the gradients of the loss, one head after the other: the logits of all together would be large."""
+def _backward(guesses: Tensor, target: Tensor, inside: Tensor, vocabulary: Vocabulary) -> None:
+    """Add the gradients of the loss, one head after the other: the logits of all together would be large.
+
+    guesses, target: (B, depth, C). inside: (B, depth), which of them count.
+    """
     leaf = guesses.detach().float().requires_grad_()
     for number in range(guesses.shape[1]):
-        if not bool((labels[:, number] >= 0).any()):
-            continue
-        (vocabulary.loss(leaf[:, number], labels[:, number]) * _DECAY**number).backward()
+        rows = inside[:, number].nonzero().squeeze(1)
+        if len(rows):
+            loss = vocabulary.loss(leaf[rows, number], target[rows, number]) / len(rows)
+            (loss * _DECAY**number).backward()
     assert leaf.grad is not None
     guesses.backward(leaf.grad.to(guesses.dtype))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,9 +70,14 @@ class HeadsDrafter(DeviceDrafter):
         self.most_drafts, self.source = weights.depth, HEADS
         self._state, self.weights = state, weights
         self._draws = DraftDraws(state)
-        rows, self._logits = config.slots, state.work.logits
-        if rows < weights.depth:
-            self._logits = torch.zeros(weights.depth, self._logits.shape[1], device=device)
+        self._logits = state.work.logits
+        columns = self._logits.shape[1]
+        #: rows of each head's logits are padded to a multiple of this: sampling wants addresses of 16 bytes
+        self._multiple = 4 // math.gcd(columns, 4)
+        rows = self._padded(config.slots)
+        fewest = max(weights.depth * self._multiple, rows)
+        if len(self._logits) < fewest:
+            self._logits = torch.zeros(fewest, columns, device=device)
         #: what a graph reads: the newest token of each row, its sample, its slot
         self._newest = torch.zeros(rows, dtype=torch.int32, device=device)
         self._states = torch.zeros(rows, state.model_config.hidden_size, dtype=state.dtype, device=device)
@@ -139,15 +145,16 @@ class HeadsDrafter(DeviceDrafter):
     def _draft(self, rows: int) -> None:
         """Write _drawn for the first `rows` rows of the inputs."""
         state, ops, weights = self._state, self._state.ops, self.weights
-        guesses = self._guesses(self._states[:rows], self._newest[:rows])
-        step = self._heads_at_once(rows)
+        padded = self._padded(rows)
+        guesses = self._guesses(self._states[:padded], self._newest[:padded])
+        step = self._heads_at_once(padded)
         for first in range(0, weights.depth, step):
             part = guesses[first : first + step]
-            logits = self._logits[: len(part) * rows]
-            ops.linear(part.reshape(len(part) * rows, -1), state.model.head, out=logits)
+            logits = self._logits[: len(part) * padded]
+            ops.linear(part.reshape(len(logits), -1), state.model.head, out=logits)
             mask_padding(logits, state.vocab)
             for number in range(len(part)):
-                mine = logits[number * rows : (number + 1) * rows]
+                mine = logits[number * padded :][:rows]
                 self._drawn[first + number, :rows] = self._draws.draw(mine, self._slots[:rows])
 
     def _guesses(self, z: Tensor, newest: Tensor) -> Tensor:
@@ -170,6 +177,9 @@ class HeadsDrafter(DeviceDrafter):
         added = z.new_empty(rows, weights.depth * size)
         ops.linear(inner, weights.outs, residual=z.repeat(1, weights.depth), out=added)
         return added.view(rows, weights.depth, size).transpose(0, 1)
+
+    def _padded(self, rows: int) -> int:
+        return -(-rows // self._multiple) * self._multiple
 
     def _heads_at_once(self, rows: int) -> int:
         """Return how many heads' logits of `rows` rows are computed together."""
