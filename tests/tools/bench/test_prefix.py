@@ -99,10 +99,16 @@ def test_a_prediction_is_the_sum_of_its_steps() -> None:
 
 
 def test_costs_of_steps_are_known_for_whole_weights_only() -> None:
-    assert cost_of(Job(preset="llama-3-8b")) is LLAMA
-    assert cost_of(Job(preset="llama-3-8b", quantization="int8")) is None
-    assert cost_of(Job(preset="llama-3-8b", tensor_para_size=2)) is None
-    assert cost_of(Job(preset="toy")) is None
+    assert cost_of(Job(preset="llama-3-8b"), "NVIDIA H200") == LLAMA
+    slower = cost_of(Job(preset="llama-3-8b"), "NVIDIA H100 80GB HBM3")
+    assert slower is not None and (slower.weights > LLAMA.weights, slower.token) == (True, LLAMA.token)
+    assert cost_of(Job(preset="llama-3-8b"), "") is None
+    for job in (
+        Job(preset="llama-3-8b", quantization="int8"),
+        Job(preset="llama-3-8b", tensor_para_size=2),
+        Job(preset="toy"),
+    ):
+        assert cost_of(job, "NVIDIA H200") is None
 
 
 def test_steps_with_copies_are_compared_with_those_without() -> None:

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.scheduler_factory import limits_of
 from tridecode.tools.bench.engines.ours import described, open_engine
 from tridecode.tools.bench.measure import Job
@@ -70,7 +71,7 @@ def run_prefix(plan: PrefixPlan, job: Job, output: Path) -> None:
     else:
         with spinner("loading") as say, open_engine(job) as engine:
             block_tokens, vocab_size = engine.config.block_tokens, engine.model_config.vocab_size
-            predicted = {} if job.host_cache_bytes else _predict(plan, job, limits_of(engine))
+            predicted = {} if job.host_cache_bytes else _predict(plan, job, engine)
             other = "device" if job.host_cache_bytes else "off"
             found = _alternate(Player(engine), plan, vocab_size, say, block_tokens, other)
             found = {**described(engine, job), **found, **_over(predicted, found)}
@@ -115,14 +116,15 @@ def _alternate(
     return {**compared(played["on"], played["off"], least), "off_is": other, "played": played}
 
 
-def _predict(plan: PrefixPlan, job: Job, limits: SchedulerLimits) -> dict[str, float]:
+def _predict(plan: PrefixPlan, job: Job, engine: Engine) -> dict[str, float]:
     """Return and print the predicted tokens per second with the cache and without it; {} if the costs of the
-    job's steps are not known.
+    job's steps are not known on this card.
     """
-    cost = cost_of(job)
+    device = engine.device
+    cost = cost_of(job, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     if cost is None:
         return {}
-    vocab_size = limits.vocab_size
+    limits, vocab_size = limits_of(engine), engine.model_config.vocab_size
     found = {
         use: round(predicted_rate(traffic_of(plan, vocab_size, plan.seed), limits, cost, use), 1)
         for use in ("on", "off")
