@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from tests.backend.engine.test_prefix_models import GREEDY
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.engine.host_tier.region import HostRegion
-from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
+from tridecode.backend.engine.host_tier.store import HostStore, Transfer, parts_of_slot
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.engine.parts.host_copies import BlockOut, HostCopies
@@ -127,6 +128,70 @@ def test_blocks_return_bit_by_bit_at_the_rate_of_a_pinned_copy(capsys: pytest.Ca
         assert (
             rate > 0.2 * plain
         )  # the bar is 0.85, for one job alone on its machine; here others may copy, too
+    finally:
+        os.close(fd)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", [(2, 3, 16, 12), (2, 1, 16, 5), (2, 4, 16, 64)], ids=str)
+def test_many_small_copies_in_flight_keep_every_byte(shape: tuple[int, ...]) -> None:
+    """Plans are begun two ahead of their ends, as in the loop, while kernels keep the device busy. A model on
+    the host says what each block and slot holds."""
+    blocks, slots, device = 40, 60, torch.device("cuda")
+    random = np.random.default_rng(1)
+    caches = [
+        CacheLayer(torch.randint(0, 256, (blocks, *shape), dtype=torch.uint8, device=device))
+        for _ in range(3)
+    ]
+    sizes = [cache.blocks[0].nbytes for cache in caches]
+    _, slot_bytes = parts_of_slot(sizes)
+    fd = create_file(slot_bytes * (slots + 4) + (1 << 16))
+    try:
+        region = HostRegion(fd)
+        region.lay_out(bytes(32), slot_bytes, slots)
+        store = HostStore(region, sizes, device)
+        store.use(caches)
+        store.pinning.start()
+        store.pinning.join()
+        assert store.pinning.is_done, store.pinning.fault
+        held = [torch.cat([cache.blocks[i].flatten() for cache in caches]).cpu() for i in range(blocks)]
+        stored: dict[int, torch.Tensor] = {}
+        busy = torch.randn(1024, 1024, device=device)
+        flying: list[tuple[Transfer, set[int], set[int]]] = []
+
+        def end() -> None:
+            transfer, used_blocks, used_slots = flying.pop(0)
+            assert all(store.end(transfer))
+
+        for number in range(300):
+            taken = {block for _, in_use, _ in flying for block in in_use}
+            slots_taken = {slot for _, _, in_use in flying for slot in in_use}
+            free = [b for b in random.permutation(blocks).tolist() if b not in taken]
+            empty = [s for s in random.permutation(slots).tolist() if s not in slots_taken]
+            full = [s for s in empty if s in stored]
+            count = int(random.integers(0, 5))
+            ins = list(zip(full[:count], free[:count]))
+            others = [s for s in empty if s not in {slot for slot, _ in ins}]
+            outs = [
+                BlockOut(block, slot, bytes([number % 256, slot] * 8), bytes(16))
+                for block, slot in zip(free[count : count + 4], others)
+            ]
+            for _ in range(3):
+                busy = (busy @ busy).clamp(-1, 1)
+            transfer = store.begin(HostCopies(outs=outs, ins=ins))
+            for slot, block in ins:
+                held[block] = stored[slot]
+            for out in outs:
+                stored[out.slot] = held[out.block]
+            used = {out.slot for out in outs} | {slot for slot, _ in ins}
+            flying.append((transfer, {out.block for out in outs} | {block for _, block in ins}, used))
+            if len(flying) == 2:
+                end()
+        while flying:
+            end()
+        for i in range(blocks):
+            found = torch.cat([cache.blocks[i].flatten() for cache in caches]).cpu()
+            assert torch.equal(found, held[i]), f"block {i} holds other bytes"
     finally:
         os.close(fd)
 
