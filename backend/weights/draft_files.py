@@ -27,7 +27,7 @@ HEADS, MODEL = "heads", "model"
 MOST_DEPTH = 15
 _MAX_INFO_BYTES = 1 << 20
 _MAX_WIDTH = 1 << 20
-_WIDTH = 4096
+_WIDTH = 8192
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -123,8 +123,8 @@ def other_target(info: DraftInfo, digest: str) -> str:
 
 
 def usual_width(hidden: int) -> int:
-    """Return the size of the inner layer of heads for a hidden size: twice as large, up to _WIDTH."""
-    return max(hidden, min(2 * hidden, _WIDTH))
+    """Return the size of the inner layer of heads for a hidden size: six times as large, up to _WIDTH."""
+    return max(hidden, min(6 * hidden, _WIDTH))
 
 
 def head_shapes(hidden: int, width: int, depth: int) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ def train_draft(
         _texts(
             min=256,
             max=1_000_000_000,
-            help="Tokens of all texts, about; default: 500,000 on a GPU, 50,000 on a CPU.",
+            help="Tokens of all texts, about; default: 500,000 on a GPU, 100,000 on a CPU.",
         ),
     ] = None,
     text_tokens: Annotated[int, _texts(min=16, max=65_536, help="Tokens of an answer, at most.")] = 256,
@@ -52,10 +52,12 @@ def train_draft(
     width: Annotated[
         int | None,
         _training(
-            min=8, max=65_536, help="Size of the inner layer; default: twice the hidden size, at most 4096."
+            min=8,
+            max=65_536,
+            help="Size of the inner layer; default: six times the hidden size, at most 8192.",
         ),
     ] = None,
-    epochs: Annotated[int, _training(min=1, max=1000, help="Passes over the texts.")] = 4,
+    epochs: Annotated[int, _training(min=1, max=1000, help="Passes over the texts.")] = 6,
     batch: Annotated[int, _training(min=1, max=65_536, help="Positions of a training step.")] = 1024,
     rate: Annotated[float, _training(min=1e-6, max=1.0, help="Highest learning rate.")] = 1e-3,
     layers: Annotated[

@@ -25,7 +25,7 @@ from tridecode.tools.train_draft.training import Plan, states_of, train_heads
 
 _MEMORY_SHARE = 0.5  # of the free memory, for the hidden states
 #: tokens of the texts by default
-_TOKENS = {"cpu": 50_000, "cuda": 500_000}
+_TOKENS = {"cpu": 100_000, "cuda": 500_000}
 #: most often that a given prompt is answered
 _REPEATS = 8
 

@@ -29,7 +29,7 @@ class Plan:
 
     depth: int
     width: int | None = None
-    epochs: int = 4
+    epochs: int = 6
     batch: int = 1024
     rate: float = 1e-3
     seed: int = 0
