@@ -8,7 +8,8 @@ import typer
 
 from tridecode.backend.base.errors import ConfigError
 
-KINDS = ("heads", "model")
+#: kinds of drafters, with their usual learning rates
+RATES = {"heads": 3e-3, "model": 1e-3}
 
 _texts = partial(typer.Option, rich_help_panel="Texts")
 _training = partial(typer.Option, rich_help_panel="Training")
@@ -59,7 +60,12 @@ def train_draft(
     ] = None,
     epochs: Annotated[int, _training(min=1, max=1000, help="Passes over the texts.")] = 6,
     batch: Annotated[int, _training(min=1, max=65_536, help="Positions of a training step.")] = 1024,
-    rate: Annotated[float, _training(min=1e-6, max=1.0, help="Highest learning rate.")] = 1e-3,
+    rate: Annotated[
+        float | None,
+        _training(
+            min=1e-6, max=1.0, help="Highest learning rate; default: 0.003 for heads, 0.001 for a model."
+        ),
+    ] = None,
     layers: Annotated[
         int, _training(min=1, max=1024, help="model: layers of the target that it keeps and trains.")
     ] = 2,
@@ -73,8 +79,8 @@ def train_draft(
     Example:
       tridecode train-draft --model models --output heads
     """
-    if kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: wanted {' or '.join(KINDS)}")
+    if kind not in RATES:
+        raise ConfigError(f"--kind {kind}: wanted {' or '.join(RATES)}")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: wanted auto, cpu or cuda")
     if output.exists():
@@ -89,7 +95,7 @@ def train_draft(
     from tridecode.tools.train_draft.training import Plan
 
     console = Console(highlight=False, soft_wrap=True)
-    plan = Plan(depth, width, epochs, batch, rate, seed)
+    plan = Plan(depth, width, epochs, batch, rate or RATES[kind], seed)
     job = Job(
         model, output, kind, plan, layers, tokens or 0, text_tokens, held_back, temperature, prompts,
         prompt_tokens, device,
