@@ -114,6 +114,10 @@ def test_help_comes_at_once_and_without_torch() -> None:
         (["generate", "-p", "x", "-u", "localhost:1"], "no Triton server answers at localhost:1"),
         (["generate", "-p", "x", "-u", "localhost:1", "--chat"], "name a repository or tokenizer folder"),
         (["generate", "-p", "x", "-u", "localhost:1", "--tokenizer", "."], "--tokenizer is for --chat"),
+        (
+            ["generate", "-p", "x", "-u", "localhost:1", "--chat-template", "x"],
+            "--chat-template is for --chat",
+        ),
     ],
 )
 def test_an_expected_mistake_is_one_line_on_stderr_and_exit_code_2(

@@ -76,23 +76,29 @@ def _trusted(pid: int) -> bool:
 # ---------------------------------------------------------------- rendering
 
 
-def find_template(tokenizer_dir: Path) -> ChatTemplate:
-    """Return the chat template of a tokenizer folder. Raises CheckpointError for a model without one."""
-    template = ChatTemplate.find(tokenizer_dir)
+def find_template(tokenizer_dir: Path, given: Path | None = None) -> ChatTemplate:
+    """Return the chat template in the file `given`, else that of a tokenizer folder. Raises CheckpointError
+    for a file that cannot be read, and for a model without a template.
+    """
+    template = ChatTemplate.find(tokenizer_dir, given)
     if template is None:
         raise CheckpointError(f"{tokenizer_dir} has no chat template; it is not a chat model's tokenizer")
     return template
 
 
 def chat_prompt(
-    tokenizer_dir: Path, question: str, tools: Sequence[Mapping[str, Any]] | None = None, suffix: str = ""
+    tokenizer_dir: Path,
+    question: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    suffix: str = "",
+    template_file: Path | None = None,
 ) -> TemplatedPrompt:
     """The question as a user's first message in the model's chat template, with the generation prompt.
 
-    tools: the template's variable. suffix: text that the answer continues. Raises CheckpointError for a model
-    without a template and for a template that fails.
+    tools: the template's variable. suffix: text that the answer continues. template_file: of another template
+    than the model's. Raises CheckpointError for a model without a template and for a template that fails.
     """
-    template = find_template(tokenizer_dir)
+    template = find_template(tokenizer_dir, template_file)
     try:
         rendered = template.render([{"role": "user", "content": question}], tools=tools) + suffix
     except TemplateFault as fault:

@@ -28,6 +28,10 @@ def generate(
         Path | None,
         typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="With --chat and --tools: file of another chat template than the checkpoint's."),
+    ] = None,
     tools: Annotated[
         Path | None,
         typer.Option(
@@ -96,15 +100,16 @@ def generate(
             raise ConfigError("--tools and a form of the answer are both given; wanted one of them")
         from tridecode.tools.client.chat import find_tokenizer_dir
 
-        called = forms.tool_chat(find_tokenizer_dir(tokenizer, url), asked, tools, tool_choice)
+        called = forms.tool_chat(find_tokenizer_dir(tokenizer, url), asked, tools, tool_choice, chat_template)
         text = called.prompt
         given.update(called.inputs, stop_words=[*called.stop, *(given["stop_words"] or ())] or None)
     elif chat:
         from tridecode.tools.client.chat import chat_prompt, find_tokenizer_dir
 
-        text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked)
-    elif tokenizer is not None:
-        raise ConfigError("--tokenizer is for --chat and --tools: without them the prompt is sent unchanged")
+        text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked, template_file=chat_template)
+    elif tokenizer is not None or chat_template is not None:
+        option = "--chat-template" if tokenizer is None else "--tokenizer"
+        raise ConfigError(f"{option} is for --chat and --tools: without them the prompt is sent unchanged")
     sampling = client.complete_sampling(given)
     if given["seed"] is None and sampling["seed"] is not None:
         typer.secho(f"seed {sampling['seed']}", dim=True, err=True)

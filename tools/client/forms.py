@@ -83,14 +83,17 @@ def _text_of(deltas: list[Delta], begun: bool) -> tuple[str, bool]:
     return text, begun or bool(text)
 
 
-def tool_chat(tokenizer_dir: Path, question: str, file: Path, choice: str) -> ToolChat:
+def tool_chat(
+    tokenizer_dir: Path, question: str, file: Path, choice: str, template_file: Path | None = None
+) -> ToolChat:
     """Return the request of a user's question with the tools of a JSON file.
 
-    choice: auto, required or the name of a function. Raises CheckpointError and ConfigError.
+    choice: auto, required or the name of a function. template_file: of another chat template than the
+    model's. Raises CheckpointError and ConfigError.
     """
     tools = _parsed("--tools", file, _read("--tools", file))
     named = {"type": "function", "function": {"name": choice}}
-    template = find_template(tokenizer_dir)
+    template = find_template(tokenizer_dir, template_file)
     try:
         request = read_tools(tools, choice if choice in ("auto", "required") else named, None)
         if request is None:
@@ -100,7 +103,8 @@ def tool_chat(tokenizer_dir: Path, question: str, file: Path, choice: str) -> To
     except (RequestError, UnsupportedError) as error:
         raise ConfigError(f"--tools {file}: {error}") from None
     inputs: dict[str, Any] = {} if grammar is None else {GUIDE_TYPE: "ebnf_grammar", GUIDE: grammar}
-    return ToolChat(chat_prompt(tokenizer_dir, question, plan.schemas, plan.suffix), plan, inputs)
+    prompt = chat_prompt(tokenizer_dir, question, plan.schemas, plan.suffix, template_file)
+    return ToolChat(prompt, plan, inputs)
 
 
 def _token_ids(tokenizer_dir: Path, plan: ToolPlan) -> dict[str, int]:

@@ -82,6 +82,25 @@ def test_a_forced_call_continues_the_prompt_and_has_a_grammar(folder: Path) -> N
     assert found["guided_decoding_guide"].startswith("%llguidance")
 
 
+def test_another_template_shows_the_tools_of_a_model_without_one(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "hermes.jinja").write_text(tool_templates.HERMES)
+    tools = ("--tools", str(folder / "tools.json"), "--tool-choice", "required")
+    with fake_server(text_model(CALL.removeprefix('<tool_call>\n{"name": "'))) as server:
+        refused = run(server, folder, *tools)
+        assert (
+            refused.exit_code and "does not show tools; start with another --chat-template" in refused.output
+        )
+        assert not server.requests
+        result = run(server, folder, *tools, "--chat-template", str(folder / "hermes.jinja"))
+        assert result.exit_code == 0 and 'depth {"at": "Bergen"}' in result.stdout
+        assert "<tools>" in sent(server)["text_input"]
+        missing = run(server, folder, *tools, "--chat-template", str(folder / "none.jinja"))
+        assert missing.exit_code and "none.jinja" in missing.output
+
+
 def test_a_schema_and_a_grammar_travel_as_guides(folder: Path) -> None:
     (folder / "schema.json").write_text('{"type": "object"}')
     (folder / "grammar.lark").write_text('start: "港"\n')
