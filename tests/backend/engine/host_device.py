@@ -86,6 +86,10 @@ class HostRun(Run):
         self.tier, self.memory = tier, memory
         self.device: HostDevice = HostDevice(self.scheduler.limits, memory)
 
+    def step(self) -> None:
+        self.now += 0.01
+        super().step()
+
     def flush(self, steps: int = 500) -> None:
         """Step until the tier has nothing left to copy."""
         for _ in range(steps):

@@ -36,11 +36,13 @@ class HostMachine(RequestMachine):
         step=st.integers(4, 12),
         most=st.integers(1, 4),
         overlap=st.sampled_from([False, True, "stages"]),
+        shares=st.sampled_from([0, SHARES // 2, SHARES, SHARES]),
     )
-    def start(self, blocks: int, slots: int, step: int, most: int, overlap: bool | str) -> None:
+    def start(self, blocks: int, slots: int, step: int, most: int, overlap: bool | str, shares: int) -> None:
         self.sizes = limits(num_blocks=blocks, max_step_tokens=step, max_sequence_tokens=32)
         self.overlap, self.most = overlap, most
         self.run = HostRun(self.sizes, HostMemory(slots), overlap, most)
+        self.run.device.shares = shares
         self.number = 0
         self.wanted: dict[int, tuple[list[int], SamplingParams]] = {}
 
@@ -102,6 +104,12 @@ class HostMachine(RequestMachine):
         if memory.filled:
             memory.damaged.add(data.draw(st.sampled_from(sorted(memory.filled))))
 
+    @rule(shares=st.sampled_from([-1, SHARES // 4, SHARES]))
+    def pin(self, shares: int) -> None:
+        """The slowest rank has pinned more of its memory, or has failed to."""
+        if not self.run.tier.memory.is_complete and (shares < 0 or shares > self.run.device.shares >= 0):
+            self.run.device.shares = shares
+
     @rule(resumes=st.booleans())
     def kill(self, resumes: bool) -> None:
         """The next engine finds what the last one has left, and gets the open requests again. resumes: those
@@ -110,6 +118,7 @@ class HostMachine(RequestMachine):
         ended = self.run
         again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
         self.run = HostRun(self.sizes, ended.memory, self.overlap, self.most)
+        self.run.device.shares = abs(ended.device.shares)
         self.run.tier.faults = ended.tier.faults
         wanted, self.wanted = self.wanted, {}
         for number in again:
