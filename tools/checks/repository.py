@@ -20,6 +20,7 @@ from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizers.vocabulary import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 from tridecode.tools.checks import parameter_names
+from tridecode.tools.checks.draft import draft_faults
 from tridecode.tools.checks.findings import Finding, no_repository
 from tridecode.tools.checks.instances import instance_faults
 from tridecode.tools.checks.parity import parity_faults
@@ -269,6 +270,8 @@ def _check_engine(
     }
     for folder in sorted(folders - {""}):
         yield from _check_tokenizer(repository, folder, config)
+    served = repository / min(folders - {""}) if folders - {""} else None
+    yield from draft_faults(repository / name, where, engine, config, served, checksums)
     if reader is not None:
         tokenizers: list[str | None] = [*sorted(folders - {""})]
         for compared in tokenizers or [None]:

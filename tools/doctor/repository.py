@@ -68,7 +68,7 @@ def _read_engine(folder: Path) -> Engine:
     """Read the settings; kind and size of the untrusted files are checked first."""
     where = f"{folder.name}/config.pbtxt"
     require_file(folder / "config.pbtxt", MAX_CONFIG_BYTES)
-    config = read_engine_config(read_engine_parameters(str(folder)), where)
+    config = with_folders(read_engine_config(read_engine_parameters(str(folder)), where), folder)
     weights = Path(checkpoint_dir(str(folder)))
     require_file(weights / "config.ini", MAX_CONFIG_BYTES)
     if (weights / MANIFEST_FILE).exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
@@ -28,6 +28,7 @@ def repository_engine(repository: Path) -> tuple[Path, EngineConfig]:
     if not (folder / FILE).is_file():
         raise ConfigError(f"{repository} has no {ENGINE}/{FILE}; wanted a folder made by build-repo")
     config = read_engine_config(read_engine_parameters(str(folder)), str(folder / FILE))
+    config = with_folders(config, folder)
     return Path(checkpoint_dir(str(folder))), replace(config, tensor_para_size=1, pipeline_para_size=1)
 
 

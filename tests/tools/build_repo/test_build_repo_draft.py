@@ -23,6 +23,8 @@ from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.checks.repository import check_repo
+from tridecode.tools.doctor.fit import Place, fit
+from tridecode.tools.doctor.repository import read_engines
 
 PROMPT = [7, 9, 11]
 
@@ -57,9 +59,27 @@ def test_the_draft_model_of_another_family_is_served_beside_its_target(sources, 
     (done,) = offline.generate([PROMPT], SamplingParams(max_tokens=12, end_id=-1))
     assert done.tokens == greedy(FAMILIES["llama"](), PROMPT, 12)[0]
     assert learning_of(offline).drafted["draft"] > 5
-    (engine / "draft" / "tokenizer.json").write_text((engine / "draft" / "tokenizer.json").read_text()[:-1])
     with pytest.raises(ConfigError, match="draft/tokenizer.json is not a valid tokenizer"):
+        (engine / "draft" / "tokenizer.json").write_text("{")
         check_draft_tokenizer(config, tokenizer_dir(engine))
+
+
+def test_check_and_doctor_find_what_the_engine_would_refuse(sources, tmp_path) -> None:
+    repository = build(sources["llama"], tmp_path / "repo", sources["gpt2"])
+    (engine,) = read_engines(repository)
+    assert fit(engine.model, engine.config, Place("cpu", 4 << 30)).fits
+    folder = repository / "fastertransformer" / "draft"
+    weight = next(folder.glob("*.bin"))
+    data = weight.read_bytes()
+    weight.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    (found,) = [one for one in check_repo(repository, checksums=True) if one.severity == "error"]
+    assert weight.name in found.found and found.where == str(folder)
+    (folder / "tokenizer.json").unlink()
+    (found,) = [one for one in check_repo(repository) if one.severity == "error"]
+    assert "draft has no tokenizer.json" in found.found
+    (folder / "config.ini").unlink()
+    (found,) = [one for one in check_repo(repository) if one.severity == "error"]
+    assert "draft, which has no config.ini" in found.found
 
 
 def test_settings_may_leave_the_draft_model_off(sources, tmp_path) -> None:

@@ -1,0 +1,63 @@
+"""Findings on the draft model of a repository."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.engine_config import EngineConfig, with_folders
+from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.device.drafters.draft_loading import (
+    DRAFT,
+    check_draft_tokenizer,
+    draft_config,
+)
+from tridecode.backend.weights.manifest import MANIFEST_FILE
+from tridecode.backend.weights.reader import WeightReader
+from tridecode.converters.progress import byte_progress
+from tridecode.tools.checks.findings import Finding
+
+_MAX_CONFIG_BYTES = 1 << 20
+_FIX = "Build the repository again with --draft, or set speculation to off."
+
+
+def draft_faults(
+    folder: Path,
+    where: str,
+    engine: EngineConfig,
+    target: ModelConfig,
+    tokenizer: Path | None,
+    checksums: bool,
+) -> Iterator[Finding]:
+    """Return what the engine would refuse at its start, and files that differ from the manifest.
+
+    folder: of the engine's model. where: its config.pbtxt, for findings. engine: its folders are
+    relative. tokenizer: folder of the served model's; None: there is none. Kind and size of the untrusted
+    files are checked first.
+    """
+    if engine.speculation != DRAFT:
+        return
+    config = with_folders(engine, folder)
+    files = {"config.ini": _MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_JSON_BYTES, "tokenizer.json": MAX_JSON_BYTES}
+    try:
+        for file in (Path(config.draft_path) / name for name in files):
+            if os.path.lexists(file):
+                require_file(file, files[file.name])
+        draft = draft_config(config, target)
+        if tokenizer is not None:
+            require_file(tokenizer / "tokenizer.json", MAX_JSON_BYTES)
+        check_draft_tokenizer(config, tokenizer)
+        if draft is None or engine.weights != "files":
+            return
+        reader = WeightReader(Path(config.draft_path), draft)
+    except (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError) as error:
+        yield Finding("error", where, str(error), "a draft model that fits", _FIX)
+        return
+    if checksums:
+        total = sum(reader.file_bytes(spec) * len(reader.files(spec)) for spec in reader.specs.values())
+        with byte_progress("checking the draft model's files", total) as progress:
+            for problem in reader.checksum_problems(progress):
+                yield Finding("error", config.draft_path, problem, "the bytes that were written", _FIX)
