@@ -36,6 +36,7 @@ from tridecode.kernels.operands import (
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference.sampling import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
+from tridecode.kernels.top_log_probs import TopRows
 from tridecode.kernels.scratch import arena_bytes, expanded_bytes
 
 
@@ -184,6 +185,18 @@ class Cuda:
         accepted: Tensor,
     ) -> None:
         self._sampling.verify(logits, batch, state, tokens, log_probs, accepted)
+
+    @property
+    def has_top_log_probs(self) -> bool:
+        return True
+
+    def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
+        self._sampling.keep_raw_logits(logits, slots, state, rows)
+
+    def top_log_probs(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
+    ) -> None:
+        self._sampling.top_log_probs(logits, slots, state, tokens, rows)
 
     def look_up(
         self,

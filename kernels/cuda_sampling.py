@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tridecode.kernels import scratch
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.gpu import Gpu, contiguous
@@ -14,6 +15,7 @@ from tridecode.kernels.library import KernelError
 from tridecode.kernels.operands import MOST_QUERIES, Batch
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.top_log_probs import TopRows
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,54 @@ class CudaSampling:
         self._gpu.library.verify(
             self._gpu.stream, lengths=state.lengths.data_ptr(), num_decodes=rows, **fields
         )
+
+    def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
+        """`keep_raw_logits` of kernels.top_log_probs.TopOps."""
+        self._gpu.library.keep_raw_logits(self._gpu.stream, self._top_fields(logits, slots, state, rows))
+
+    def top_log_probs(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
+    ) -> None:
+        """`top_log_probs` of kernels.top_log_probs.TopOps."""
+        match("top_log_probs", ("R", "slots", slots), ("R", "tokens", tokens))
+        indices("top_log_probs", ("tokens", tokens))
+        fields = self._top_fields(logits, slots, state, rows)
+        self._gpu.library.top_log_probs(self._gpu.stream, {**fields, "tokens": tokens.data_ptr()})
+
+    def _top_fields(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows
+    ) -> dict[str, float]:
+        sizes = match("top_log_probs", ("RV", "logits", logits), ("R", "slots", slots))
+        indices("top_log_probs", ("slots", slots), ("top", rows.top))
+        contiguous("top_log_probs", ("top", rows.top), ("kept", rows.kept))
+        if logits.dtype != torch.float32 or rows.kept.dtype != torch.float32:
+            raise DtypeError(
+                f"top_log_probs: logits are {logits.dtype}, kept {rows.kept.dtype}; wanted float32"
+            )
+        needed = scratch.top_log_probs_bytes(sizes["R"], sizes["V"])
+        if rows.scratch.numel() < needed or rows.top.shape[0] < sizes["R"]:
+            raise KernelError(
+                f"top_log_probs: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; the buffers "
+                f"hold {rows.top.shape[0]} rows and {rows.scratch.numel():,} bytes"
+            )
+        return {
+            "logits": logits.data_ptr(),
+            "slots": slots.data_ptr(),
+            "state": state.slots.data_ptr(),
+            "bad_ids": state.bad_ids.data_ptr(),
+            "bad_ends": state.bad_ends.data_ptr(),
+            "biases": state.biases.data_ptr(),
+            "kept": rows.kept.data_ptr(),
+            "top": rows.top.data_ptr(),
+            "num_rows": sizes["R"],
+            "vocab_size": sizes["V"],
+            "bad_size": state.bad_ids.shape[1],
+            "bias_size": state.biases.shape[1],
+            "logits_stride": logits.stride(0),
+            "kept_stride": rows.kept.stride(0),
+            "scratch": rows.scratch.data_ptr(),
+            "counters": self._gpu.counters.data_ptr(),
+        }
 
     def look_up(
         self,

@@ -77,7 +77,7 @@ class SamplingState:
         neutral = np.zeros(slots, SLOT)
         for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "typical_p", "repetition_penalty"):
             neutral[name] = 1
-        neutral["end_ids"] = neutral["top_p_reset_id"] = -1
+        neutral["end_ids"] = neutral["top_p_reset_id"] = neutral["top_log_probs"] = -1
 
         def zeros(columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(slots, columns, dtype=dtype, device=device)

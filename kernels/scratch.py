@@ -17,6 +17,8 @@ EXCHANGE_BYTES = 1 << 20
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: from csrc/sampling/sampling_row.cuh: ids per chunk and per segment; scratch bytes per chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
+#: from csrc/sampling/top_log_probs.cu: ids per chunk, scratch bytes per chunk
+_TOP_CHUNK, _TOP_CHUNK_BYTES = 4096, 268
 _EXPANDED = 64 << 20
 
 
@@ -76,6 +78,12 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
     """Return tridecode_sample_scratch."""
     chunks, segments = -(-vocab_size // _CHUNK), -(-vocab_size // _SEGMENT)
     return max_rows * ((chunks * _CHUNK_BYTES + segments * 4 + 15) // 16 * 16)
+
+
+def top_log_probs_bytes(max_rows: int, vocab_size: int) -> int:
+    """Return tridecode_top_log_probs_scratch."""
+    chunks = -(-vocab_size // _TOP_CHUNK)
+    return max_rows * ((chunks * _TOP_CHUNK_BYTES + 15) // 16 * 16)
 
 
 def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -> dict[str, int]:

@@ -22,7 +22,7 @@ from tridecode.kernels.operands import (
     Norm,
     Product,
 )
-from tridecode.kernels.reference import attention, sampling
+from tridecode.kernels.reference import attention, sampling, top_rows
 from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.products import (
     GATED,
@@ -37,6 +37,7 @@ from tridecode.kernels.reference.products import (
 )
 from tridecode.kernels.reference.rows import place_rows, verify_rows
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
+from tridecode.kernels.top_log_probs import TopRows
 
 
 class Reference:
@@ -322,6 +323,18 @@ class Reference:
         found: Tensor,
     ) -> None:
         look_up(history, rows, sampled, accepted, drafts, longest=longest, used=used, found=found)
+
+    @property
+    def has_top_log_probs(self) -> bool:
+        return False  # `sample` changes every logit
+
+    def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
+        top_rows.keep_raw_logits(logits, slots, state, rows)
+
+    def top_log_probs(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
+    ) -> None:
+        top_rows.top_log_probs(logits, slots, state, tokens, rows)
 
     def candidates(
         self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor

@@ -29,6 +29,7 @@ from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
 from tridecode.kernels.operands import CacheLayer
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.top_log_probs import TopRows
 
 
 class DeviceState:
@@ -76,6 +77,10 @@ class DeviceState:
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )
+        #: of the most likely tokens that each step finds itself; None: see device/parts/top_tokens.py
+        self.top: TopRows | None = None
+        if ops.has_top_log_probs and self._samples_alone:
+            self.top = TopRows.allocate(rows, config.max_bad_word_tokens, columns, device)
         self.host: HostStore | None = None  # set by opening.open_store if there is a host tier
         self.draft_layers: list[tuple[int, int, int, int]] = []
         self.num_blocks = 0
@@ -95,6 +100,11 @@ class DeviceState:
         sizes = config.max_loras, config.slots, config.max_step_tokens
         ring = max(4, self.ranks.num_stages + 2)
         return AdapterTables(linears, *sizes, ring, self.device) if fits(linears) else None
+
+    @property
+    def _samples_alone(self) -> bool:
+        """Return whether the ranks that sample have the logits of the whole vocabulary; the same on all."""
+        return self.ranks.tensor_size == 1 or (self.vocab is None and self.ranks.num_stages == 1)
 
     def prompt_place(self) -> PromptPlace:
         scale = self.model.embedding_scale

@@ -107,7 +107,7 @@ class Engine:
                 return self._without_rows(parts)
         x = self.state.work.hidden[: plan.num_tokens]  # without the rows that pad a graph's batch
         self.ranks.receive(x)
-        if not self._replay(plan):
+        if not self._replay(plan, parts):
             self.run(self.buffers.load(plan), plan, parts)
         self.ranks.send(x)
         if plan.late:
@@ -169,15 +169,16 @@ class Engine:
         event.record()
         return event
 
-    def _replay(self, plan: StepPlan) -> bool:
+    def _replay(self, plan: StepPlan, parts: list[PartRun[Any]]) -> bool:
         """Run the plan as a CUDA graph, if there is one for it and all its parts allow it."""
         if self.graphs is None or self.on_logits is not None:
             return False
-        apart = [part for part in plan.parts if not part.captures]
+        apart = [part for part in parts if not part.captures]
         if apart:
-            graphs = self.part_graphs.get(type(apart[0])) if len(apart) == 1 and not plan.queries else None
+            kind = type(apart[0].part)
+            graphs = self.part_graphs.get(kind) if len(apart) == 1 and not plan.queries else None
             return graphs is not None and graphs.replay(plan) is not None
-        return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan))
+        return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan, parts))
 
     def replay_rows(self, plan: StepPlan) -> bool:
         """Run a plan of decode rows as a CUDA graph, if there is one."""
@@ -186,7 +187,7 @@ class Engine:
         return self.graphs is not None and self.graphs.replay(plan) is not None
 
     @torch.inference_mode()
-    def _replay_prompts(self, plan: StepPlan) -> bool:
+    def _replay_prompts(self, plan: StepPlan, parts: list[PartRun[Any]]) -> bool:
         """Run a plan with prompts as a CUDA graph, if there is one for its shape."""
         if self.prompt_graphs is None:
             return False
@@ -194,7 +195,12 @@ class Engine:
         if shape is None:
             return False
         self.sampler.start(plan)
-        self.prompt_graphs.replay(plan, shape)
+        batch = self.prompt_graphs.replay(plan, shape)
+        if parts:
+            state, gap = self.state, shape.decodes - plan.num_decodes  # rows that pad the decode rows
+            context = Context(state.ops, self.ranks, state.work, batch)
+            for part in parts:
+                part.after_forward(context, state.work.hidden[gap : gap + plan.num_tokens])
         return True
 
     @torch.inference_mode()

@@ -131,6 +131,10 @@ class _CudaShapes(Reference):
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
         self._expanded, self._sorts_inputs = 0, False
 
+    @property
+    def has_top_log_probs(self) -> bool:
+        return True
+
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         packed = pack_linear(linear, dtype, _capability(), is_head)
         more = max(packed.dequantised_bytes - self._expanded, 0)  # scratch for the weight that needs the most

@@ -32,6 +32,7 @@ class StepSampler:
     def __init__(self, state: DeviceState, ring: int, sampling: SamplingState | None = None):
         rows, device = state.config.slots, state.device
         self._sampling = sampling or state.sampling
+        self._top = None if sampling else state.top
         self._state, self._ranks, self._device = state, state.ranks, device
         self._peers: PeerSampler | None = None  # samples on a GPU where the ranks share the vocabulary
         ranks, vocab = state.ranks, state.vocab
@@ -54,7 +55,17 @@ class StepSampler:
             start_slots(self._sampling, plan.starts, self._state.first_id)
 
     def sample(self, logits: Tensor, batch: Batch) -> None:
-        """Draw a token for each sample of the batch. logits: (R, V) of this rank's ids."""
+        """Draw a token for each sample of the batch, and find the most likely ones of the rows that want
+        them. logits: (R, V) of this rank's ids."""
+        ops, top, place = self._state.ops, self._top, (batch.sample_slots, self._sampling)
+        if top is None:
+            self._sample(logits, batch)
+            return
+        ops.keep_raw_logits(logits, *place, top)
+        self._sample(logits, batch)
+        ops.top_log_probs(logits, *place, self.tokens[: logits.shape[0]], top)
+
+    def _sample(self, logits: Tensor, batch: Batch) -> None:
         count, slots, state = logits.shape[0], batch.sample_slots, self._sampling
         tokens, log_probs = self.tokens[:count], self._log_probs[:count]
         if not batch.verifies:

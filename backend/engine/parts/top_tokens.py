@@ -24,6 +24,10 @@ class TopTokens(StepPart):
     tag = "top_tokens"
     counts: np.ndarray
 
+    @property
+    def captures(self) -> bool:
+        return True  # unless the device side needs the logits before they are sampled from
+
     def encode(self) -> Any:
         return ints(self.counts)
 

@@ -116,11 +116,13 @@ class PromptGraphs:
                 self._graphs[shape] = capture(load(empty_plan(shape), shape), what)
         log.info("captured %d prefill graphs, %.1f s", len(shapes), time.monotonic() - started)
 
-    def replay(self, plan: StepPlan, shape: StepShape) -> None:
-        """Run a plan of this shape. The slots of starting sequences must be initialised already."""
-        self._load(plan, shape)
+    def replay(self, plan: StepPlan, shape: StepShape) -> Batch:
+        """Run a plan of this shape and return it as it is on the device. The slots of starting sequences must
+        be initialised already."""
+        batch = self._load(plan, shape)
         self._graphs[shape].replay()
         self.replayed += 1
+        return batch
 
 
 def _least(sizes: list[int], wanted: int) -> int:

@@ -72,10 +72,31 @@ typedef struct {
   int num_decodes;
 } tridecode_verify_task;
 
+// The most likely tokens of the rows whose slots have top_log_probs >= 0. keep_raw_logits comes
+// before `sample` (or `verify`), top_log_probs after it, with the same task.
+typedef struct {
+  float* logits;  // (num_rows, vocab_size): what `sample` has edited is put back
+  const int* slots;
+  const tridecode_sampling_slot* state;
+  const int* bad_ids;
+  const int* bad_ends;
+  const int* biases;
+  const int* tokens;  // (num_rows), those that `sample` has written
+  float* kept;        // (num_rows, at least bias_size + end_ids + bad_size), scratch
+  int* top;           // (num_rows, 2, 21), written: ids, then the bits of values
+  int num_rows, vocab_size, bad_size, bias_size;
+  int64_t logits_stride, kept_stride;
+  void* scratch;           // tridecode_top_log_probs_scratch() bytes
+  unsigned int* counters;  // (num_rows), zero before and after each launch
+} tridecode_top_log_probs_task;
+
 int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
 // Bytes of peer memory, zeros before the first launch, for rows whose vocabulary is shared.
 int64_t tridecode_sample_exchange(int max_rows, int ranks);
 int tridecode_sample(const tridecode_sample_task* task, void* stream);
+int64_t tridecode_top_log_probs_scratch(int max_rows, int vocab_size);
+int tridecode_keep_raw_logits(const tridecode_top_log_probs_task* task, void* stream);
+int tridecode_top_log_probs(const tridecode_top_log_probs_task* task, void* stream);
 int tridecode_verify(const tridecode_verify_task* task, void* stream);
 
 #pragma GCC visibility pop

@@ -16,6 +16,7 @@ typedef struct {
   float temperature;  // 0: greedy
   float repetition_penalty, presence_penalty, frequency_penalty;
   int min_tokens, return_log_probs;
+  int top_log_probs;  // most likely tokens to be returned; -1: none
   // derived from them
   int end_ids[16];  // tokens that end the sequence; -1: none
   int num_bad_words, num_biases;

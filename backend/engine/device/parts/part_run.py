@@ -20,11 +20,17 @@ class PartRun(Generic[P]):
     """Base: each method is called once per step, in this order, for the parts in the order of the plan. All
     ranks call all of them, so that each may be collective. They run in inference mode.
 
-    A step that runs as a CUDA graph (StepPart.captures) skips `ops`, `after_forward` and `after_logits`.
+    A step that runs as a CUDA graph skips `ops` and `after_logits`. It calls `after_forward` behind the graph,
+    which has sampled already, and only if it has prompts.
     """
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: P):
         self.state, self.plan, self.part = state, plan, part
+
+    @property
+    def captures(self) -> bool:
+        """Whether the step may run as a CUDA graph, after `before`; the same on all ranks of a stage."""
+        return self.part.captures
 
     def before(self) -> None:
         """Run before the forward, and before the slots of the step start."""
@@ -40,7 +46,7 @@ class PartRun(Generic[P]):
         return None
 
     def after_forward(self, context: Context, x: Tensor) -> None:
-        """x: (T, C), the output of this stage."""
+        """x: (T, C), the output of this stage. Behind a graph only the rows of prompts are defined."""
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
         """logits: (R, V) of this rank's ids, before they are sampled from; None on a stage before the last.

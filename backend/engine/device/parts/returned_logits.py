@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.returned_logits import FoundLogits, LogitRows, ReturnedLogits
 from tridecode.backend.engine.ranks.vocab_logits import log_probs_at
 from tridecode.backend.engine.ranks.vocab_share import TensorRanks, mask_padding, whole_rows
@@ -25,6 +27,11 @@ from tridecode.backend.weights.layout import VocabShare
 
 class LogitsRun(PartRun[ReturnedLogits]):
     _samples: Tensor | None = None  # (n, V) float32, on the host of rank 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether nothing reads the logits of the samples once the graph has sampled: their buffer is used."""
+        return super().captures and not self.plan.late and self.plan.part(BeamRows) is None
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """Compute the logits of the prompts' rows."""
@@ -90,7 +97,7 @@ def _of_rows(
         if wanted.targets is not None:
             if logits is not None:
                 targets = torch.tensor(wanted.targets[first : first + count], dtype=torch.int64)
-                total += _log_probs(logits, targets.to(x.device), model.vocab, ranks).sum()
+                total += _log_probs(logits, on_device(targets, x.device), model.vocab, ranks).sum()
             continue
         _send(logits, out[first : first + count], model.vocab, ranks, x)
     if is_summed:
@@ -131,6 +138,6 @@ def sample_logits(
     """
     out = results.empty_host((len(wanted), vocab_size), torch.float32, like.device)
     if logits is not None:
-        logits = logits.index_select(0, torch.tensor(wanted, device=logits.device))
+        logits = logits.index_select(0, on_device(torch.tensor(wanted), logits.device))
     _send(logits, out, vocab, ranks, like)
     return out if ranks.rank == 0 else None

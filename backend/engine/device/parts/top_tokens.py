@@ -1,8 +1,9 @@
-"""Computes the most likely tokens of a step for the sequences that request them, and returns them to the
-host.
+"""Returns the most likely tokens of a step to the host, for the sequences that request them.
 
-Steps without such a row do nothing here. The log probabilities are those of the model's own logits, before
-temperature, penalties and bad words, as vLLM reports them.
+The log probabilities are those of the model's own logits, before temperature, penalties and bad words, as
+vLLM reports them. Where the ranks do not share the vocabulary, a GPU finds them within each step, also within
+a CUDA graph (DeviceState.top). A step computes them from its logits, in torch and without a graph, elsewhere
+and where an n-gram must not repeat: the sampler then overwrites logits that are not kept.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.device.sampling import on_device
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.ranks import vocab_logits
-from tridecode.backend.engine.ranks.parallel import Ranks
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import to_first
 from tridecode.backend.wire.messages import TopLogProbs
@@ -23,20 +24,35 @@ from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 
 class TopTokensRun(PartRun[TopTokens]):
-    _raw: Tensor | None = None  # (W, V) log probabilities of the requesting rows
-    _top: tuple[Tensor, Tensor] | None = None  # (W, 1 + most) int32 ids and float32 values, on the host
+    _raw: Tensor | None = None  # (W, V) log probabilities of the requesting rows, computed here
+    #: (W, 2, 1 + most) int32 on the host, ids and the bits of values; found by the step: of all samples
+    _top: Tensor | None = None
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
         super().__init__(state, plan, part)
-        counts = part.counts[plan.samples > 0]
+        is_sampled = plan.samples > 0
+        counts = part.counts[is_sampled]
         self._rows = np.flatnonzero(counts >= 0)  # indices of samples
+        self._slots = plan.slots[is_sampled][self._rows]
         self._counts, self._num_samples = counts[self._rows], len(counts)
         self._most = min(int(self._counts.max(initial=0)), state.model_config.vocab_size)
+        self._in_step = state.top is not None
+
+    def before(self) -> None:
+        """Decide where they are computed. Slots that this step starts are not written yet."""
+        repeats = self.state.sampling.started["no_repeat_ngram_size"][self._slots]
+        starting = [start.params for start in self.plan.starts if start.params.top_log_probs >= 0]
+        is_edited = repeats.any() or any(params.no_repeat_ngram_size for params in starting)
+        self._in_step = self._in_step and not is_edited
+
+    @property
+    def captures(self) -> bool:
+        return self._in_step or not len(self._rows)
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
-        if not len(self._rows):
+        if self._in_step or not len(self._rows):
             return
-        self._indices = _on_device(torch.from_numpy(self._rows), like.device)
+        self._indices = on_device(torch.from_numpy(self._rows), like.device)
         if logits is None:
             return
         if self.state.vocab is None:
@@ -45,41 +61,37 @@ class TopTokensRun(PartRun[TopTokens]):
             self._raw = vocab_logits.raw_log_probs(logits, self._indices, self.state.ranks)
 
     def after_sampling(self, tokens: Tensor) -> None:
-        """Compute the tokens. Collective: the last stage's results go to rank 0."""
+        """Start the transfer. Collective: the last stage's results go to rank 0."""
         if not len(self._rows):
             return
-        ids, values, state = None, None, self.state
-        if self._raw is not None:
-            chosen = tokens[self._indices].clamp(min=0)
-            if state.vocab is None:
-                ids, values = best_tokens(self._raw, chosen, self._most)
-            else:
-                ids, values = vocab_logits.best_tokens(
-                    self._raw, chosen, self._most, state.vocab, state.ranks
-                )
-        place = (len(self._rows), 1 + self._most), state.ranks, tokens.device
-        self._top = _to_first(ids, torch.int32, *place), _to_first(values, torch.float32, *place)
+        state = self.state
+        if self._in_step:
+            assert state.top is not None
+            found = state.top.top[: self._num_samples]
+            self._top = to_first(state.ranks, found, tuple(found.shape), torch.int32, tokens.device)
+            return
+        found = None if self._raw is None else self._computed(self._raw, tokens)
+        shape = len(self._rows), 2, 1 + self._most
+        self._top = to_first(state.ranks, found, shape, torch.int32, tokens.device)
+
+    def _computed(self, raw: Tensor, tokens: Tensor) -> Tensor:
+        """Return (W, 2, 1 + most) int32."""
+        state, chosen = self.state, tokens[self._indices].clamp(min=0)
+        if state.vocab is None:
+            ids, values = best_tokens(raw, chosen, self._most)
+        else:
+            ids, values = vocab_logits.best_tokens(raw, chosen, self._most, state.vocab, state.ranks)
+        return torch.stack([ids, values.float().view(torch.int32)], 1)
 
     def result(self) -> list[TopLogProbs | None]:
         """Return one entry for each sample of the step."""
         found: list[TopLogProbs | None] = [None] * self._num_samples
         if self._top is None:
             return found
-        every, all_values = (host.tolist() for host in self._top)
+        top = self._top.numpy()
+        top = top[self._rows] if self._in_step else top
+        every = top[:, 0, : 1 + self._most].tolist()
+        all_values = top[:, 1, : 1 + self._most].view(np.float32).tolist()
         for row, count, ids, values in zip(self._rows.tolist(), self._counts.tolist(), every, all_values):
             found[row] = TopLogProbs(values[0], ids[0], ids[1 : count + 1], values[1 : count + 1])
         return found
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _to_first(
-    x: Tensor | None,
-    dtype: torch.dtype,
-    shape: tuple[int, int],
-    ranks: Ranks,
-    device: torch.device,
-) -> Tensor:
-    return to_first(ranks, None if x is None else x.to(dtype), shape, dtype, device)
