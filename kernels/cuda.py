@@ -36,8 +36,8 @@ from tridecode.kernels.operands import (
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference.sampling import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
-from tridecode.kernels.top_log_probs import TopRows
 from tridecode.kernels.scratch import arena_bytes, expanded_bytes
+from tridecode.kernels.top_log_probs import TopRows
 
 
 class Cuda:

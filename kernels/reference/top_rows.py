@@ -18,9 +18,7 @@ def keep_raw_logits(logits: Tensor, slots: Tensor, state: SamplingState, rows: T
             rows.kept[row, place] = logits[row, token]
 
 
-def top_log_probs(
-    logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
-) -> None:
+def top_log_probs(logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows) -> None:
     """TopOps.top_log_probs."""
     count = min(MOST_TOP, logits.shape[1])
     for row, slot in _wanting(slots, state):

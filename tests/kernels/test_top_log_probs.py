@@ -1,4 +1,4 @@
-"""The most likely tokens of each row and the chosen token's rank, against float64, before and behind `sample`."""
+"""The most likely tokens of each row, and the chosen token's rank, against float64."""
 
 from __future__ import annotations
 

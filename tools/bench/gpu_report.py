@@ -49,6 +49,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_shadow_gpu.py",
     "tests/backend/engine/test_step_kernels_gpu.py",
     "tests/backend/engine/test_tensor_ranks_gpu.py",
+    "tests/backend/engine/test_top_log_probs_gpu.py",
     "tests/backend/models/test_quantized_gpu.py",
     "tests/reliability/test_gpu_rank_faults.py",
 )

@@ -81,8 +81,8 @@ class LoopRunner:
     """Runs requests through the decode loop of a loaded engine.
 
     rate: arrivals per second, with exponentially distributed intervals determined by seed; 0: all at once.
-    grammars: of the engine, for `generate` with structured outputs. params: of every request, besides its
-    length and its use of the cache.
+    grammars: of the engine, for `generate` with structured outputs. params: of every request, or of each
+    one, besides its length and its use of the cache.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LoopRunner:
         rate: float = 0.0,
         seed: int = 0,
         grammars: Grammars | None = None,
-        params: m.SamplingParams | None = None,
+        params: m.SamplingParams | Sequence[m.SamplingParams] | None = None,
     ):
         self.engine, self._rate, self._seed = engine, rate, seed
         self._params = params or m.SamplingParams()
@@ -117,8 +117,9 @@ class LoopRunner:
         submits = []
         for number, (prompt, length) in enumerate(zip(prompts, lengths)):
             # rounds repeat their prompts, and each is to compute them
+            one = self._params if isinstance(self._params, m.SamplingParams) else self._params[number]
             params = msgspec.structs.replace(
-                self._params, max_tokens=length, min_tokens=length, end_id=end_id, cache="off"
+                one, max_tokens=length, min_tokens=length, end_id=end_id, cache="off"
             )
             ids = np.asarray(prompt, np.int32).tobytes()
             output = outputs[number] if outputs else None

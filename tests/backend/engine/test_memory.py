@@ -179,6 +179,12 @@ def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
         assert check(tmp_path / "w", replace(CONFIG, tensor_para_size=2), rank).block == alone.block
 
 
+def top_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Bytes of the most likely tokens of a step: results, kept logits and scratch."""
+    kept = 4 * (1024 + 16 + config.max_bad_word_tokens)
+    return config.slots * (2 * 21 * 4 + kept) + scratch.top_log_probs_bytes(config.slots, vocab_size)
+
+
 def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary() -> None:
     """LLaMA-3-8B: embedding and head of 128,256 x 4096 in 16 bit, logits, and counts of each row."""
     model = PRESETS["llama-3-8b"].model
@@ -187,7 +193,8 @@ def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary(
     whole = plan_rank(model, replace(config, enable_custom_all_reduce=False), 1, 0, "cuda")
     share = model.vocab_size // 2
     assert whole.weights - shared.weights == 2 * share * 4096 * 2
-    assert whole.workspace - shared.workspace == config.slots * share * (4 + 2)
+    held = top_bytes(config, model.vocab_size)  # ranks that share the vocabulary have none of these buffers
+    assert whole.workspace - shared.workspace == config.slots * share * (4 + 2) + held
     peers = scratch.peer_bytes(2, config.max_step_tokens, 8192) + scratch.exchange_bytes(2, config.slots)
     sampling = [scratch.sample_bytes(config.slots, ids) for ids in (share, model.vocab_size)]
     assert shared.scratch - whole.scratch == peers + sampling[0] - sampling[1]
@@ -237,6 +244,7 @@ def test_a_gpu_is_planned_with_its_own_buffers_and_scratch(converted):
     cpu, gpu = (plan_rank(model, config, 0, 0, device) for device in ("cpu", "cuda"))
     assert gpu.weights == cpu.weights and gpu.block == cpu.block
     buffer = gpu.workspace - (cpu.workspace - gpu.host)
+    buffer -= top_bytes(config, model.vocab_size)  # stay on the device
     results = 12 * config.slots  # a token, its log probability and a number of kept tokens for each row
     assert gpu.host == 4 * (buffer + results)  # rings of four on the host
     widest = max(3 * model.hidden_size, 2 * model.mlp_size)
@@ -265,6 +273,7 @@ def test_the_scratch_of_kernels_is_that_of_the_library():
     built = library.Library()
     assert scratch.attention_bytes() == built.decode_attention_scratch(256)
     assert scratch.sample_bytes(64, 250880) == built.sample_scratch(64, 250880)
+    assert scratch.top_log_probs_bytes(64, 250880) == built.top_log_probs_scratch(64, 250880)
     for ranks, tokens in [(2, 100), (4, 100), (8, 8192)]:
         limits = scratch.peer_limits(ranks)
         assert limits is not None

@@ -20,8 +20,8 @@ class PartRun(Generic[P]):
     """Base: each method is called once per step, in this order, for the parts in the order of the plan. All
     ranks call all of them, so that each may be collective. They run in inference mode.
 
-    A step that runs as a CUDA graph skips `ops` and `after_logits`. It calls `after_forward` behind the graph,
-    which has sampled already, and only if it has prompts.
+    A step that runs as a CUDA graph skips `ops` and `after_logits`. It calls `after_forward` only if it has
+    prompts, and behind the graph, which has sampled already.
     """
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: P):

@@ -86,7 +86,7 @@ class TopTokensRun(PartRun[TopTokens]):
     def result(self) -> list[TopLogProbs | None]:
         """Return one entry for each sample of the step."""
         found: list[TopLogProbs | None] = [None] * self._num_samples
-        if self._top is None:
+        if self._top is None or not self._top.numel():  # nothing is requested, or this is not rank 0
             return found
         top = self._top.numpy()
         top = top[self._rows] if self._in_step else top

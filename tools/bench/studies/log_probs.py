@@ -1,0 +1,142 @@
+"""Measures what the most likely tokens, and logits and vectors of prompts, add to decode steps.
+
+    python -m tridecode.tools.bench.studies.log_probs [--preset llama-3-8b] [--rows 64] [--repeats 3]
+        [--output FILE]
+
+Each case alternates with plain requests on one engine. The first table has the median time between steps in
+which all rows decode and no prompt runs; the second one the median time of steps in which one prompt runs
+beside the other rows. A ratio is the median over the repeats of a case's figure divided by the one before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.tools.bench.engines.ours import open_engine
+from tridecode.tools.bench.jobs import make_job
+from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.measure import Step
+from tridecode.tools.bench.shapes.presets import random_prompts
+
+_PLAIN = SamplingParams(top_k=0, seed=7)
+_TOKENS = 96  # new tokens of a decoding row
+#: prompt tokens of a request that runs beside them; they fit into a graph
+_BESIDE = 128
+
+Case = Callable[[int], list[SamplingParams]]
+
+
+def _plus(**values: object) -> SamplingParams:
+    return msgspec.structs.replace(_PLAIN, **values)
+
+
+def _first(count: int, special: SamplingParams) -> Case:
+    """Return the case in which the first `count` rows are special; 0: all."""
+    return lambda rows: [special if row < (count or rows) else _PLAIN for row in range(rows)]
+
+
+#: params of the rows
+ROWS: dict[str, Case] = {
+    "nothing": _first(0, _PLAIN),
+    "20 tokens, one row": _first(1, _plus(top_log_probs=20)),
+    "20 tokens, all rows": _first(0, _plus(top_log_probs=20)),
+    "5 tokens, all rows": _first(0, _plus(top_log_probs=5)),
+    "20 tokens and a bias, all rows": _first(0, _plus(top_log_probs=20, logit_bias={5: 1.0, 9: -2.0})),
+    "20 tokens and n-grams, one row": _first(1, _plus(top_log_probs=20, no_repeat_ngram_size=3)),
+}
+#: params of the prompts beside rows
+PROMPTS = {
+    "nothing": _PLAIN,
+    "log-prob of the prompt": _plus(return_context_log_prob=True),
+    "logits of the prompt": _plus(return_context_logits=True),
+    "mean vector of the prompt": _plus(pooling="mean"),
+}
+
+
+def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[SamplingParams]) -> float:
+    """Return the median milliseconds between two steps in which every prompt has a decode row."""
+    runner = LoopRunner(engine, params=params)
+    runner.generate(prompts, _TOKENS)
+    count = len(prompts)
+    return _median(
+        runner,
+        lambda before, step: before.decodes == step.decodes == count and not step.prompt_tokens,
+    )
+
+
+def beside_ms(engine: Engine, prompts: list[list[int]], special: SamplingParams, beside: int = 16) -> float:
+    """Return the median milliseconds of a step in which one of `beside` prompts runs beside decoding rows.
+
+    All but one of `prompts` decode throughout; the others take turns in the last slot.
+    """
+    rows = len(prompts) - 1
+    others = [prompts[-1][:_BESIDE]] * beside
+    runner = LoopRunner(engine, params=[_PLAIN] * rows + [special] * beside)
+    runner.generate(prompts[:rows] + others, [_TOKENS] * rows + [2] * beside)
+    return _median(runner, lambda before, step: (step.decodes, step.prompt_tokens) == (rows, _BESIDE))
+
+
+def _median(runner: LoopRunner, is_wanted: Callable[[Step, Step], bool]) -> float:
+    """Return the median milliseconds between two steps in a row that are wanted."""
+    steps = runner.take_run().steps
+    pairs = [pair for pair in zip(steps, steps[1:]) if is_wanted(*pair)]
+    return statistics.median(1000 * (step.time - before.time) for before, step in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="llama-3-8b")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows, found = arguments.rows, []
+    job = make_job(
+        arguments.preset, None, None,
+        batches=(rows,), prompt_tokens=arguments.prompt_tokens, output_tokens=_TOKENS,
+    )  # fmt: skip
+
+    def compare(title: str, name: str, usual: Callable[[], float], wanted: Callable[[], float]) -> None:
+        pairs = [(usual(), wanted()) for _ in range(arguments.repeats)]
+        ratio = statistics.median(special / plain for plain, special in pairs)
+        plain, special = (statistics.median(column) for column in zip(*pairs))
+        found.append({"table": title, "case": name, "plain_ms": plain, "ms": special, "ratio": ratio})
+        print(f"{title:8} {name:32} {plain:8.3f} ms {special:8.3f} ms  x {ratio:.4f}", flush=True)
+
+    with open_engine(job) as engine:
+        prompts = random_prompts(rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
+        plain = [_PLAIN] * rows
+        decode_ms(engine, prompts, plain)  # warms up
+        for name, case in ROWS.items():
+            params = case(rows)
+            compare(
+                "rows",
+                name,
+                partial(decode_ms, engine, prompts, plain),
+                partial(decode_ms, engine, prompts, params),
+            )
+        for name, one in PROMPTS.items():
+            compare(
+                "beside",
+                name,
+                partial(beside_ms, engine, prompts, _PLAIN),
+                partial(beside_ms, engine, prompts, one),
+            )
+    if arguments.output:
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
