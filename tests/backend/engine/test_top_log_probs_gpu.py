@@ -1,4 +1,4 @@
-"""The most likely tokens, and logits and vectors of prompts, on a GPU in CUDA graphs, against transformers."""
+"""The most likely tokens, and logits and vectors of prompts, in CUDA graphs, against transformers."""
 
 from __future__ import annotations
 

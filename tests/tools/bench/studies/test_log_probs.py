@@ -10,7 +10,7 @@ from tridecode.tools.bench.studies import log_probs
 
 
 def test_every_case_has_steps_to_measure() -> None:
-    model = llama(max_positions=512)
+    model = llama(positions=512)
     rows = 4
     offline = offline_engine(model, "cpu", keep_logits=False, max_sequences=rows, max_step_tokens=256)
     prompts = prompts_of([130] * rows, model.config.vocab_size)
