@@ -171,12 +171,8 @@ __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, 
                                 });
                               });
   }
-  u64 best = 0;
-  each([&](float x, int column) {
-    if (order_of(x) < threshold || (best && x + kMostGumbel <= value_of(best))) return;
-    if (nearest && nearness(x) < nearest) return;
-    const u64 rank = rank_of(x + row.noise(column), row.id_at(column));
-    best = rank > best ? rank : best;
+  const u64 best = each.winner(shared, row, [&](float x) {
+    return order_of(x) >= threshold && !(nearest && nearness(x) < nearest);
   });
   return block_largest(best, shared.ranks);
 }
@@ -232,6 +228,7 @@ __device__ __forceinline__ bool list_candidates(Shared& shared, const RowOf& row
 }
 
 // Iterate, as `each` of the draw, over the listed candidates, and over all possible ids of a row.
+// winner(shared, row, keeps) returns the thread's largest rank with noise among values it keeps.
 struct OfList {
   const float* values;
   const int* columns;
@@ -239,6 +236,16 @@ struct OfList {
   template <typename Body>
   __device__ __forceinline__ void operator()(Body body) const {
     for (int i = threadIdx.x; i < count; i += kThreads) body(values[i], columns[i]);
+  }
+  template <typename RowOf, typename Keeps>
+  __device__ __forceinline__ u64 winner(Shared&, const RowOf& row, Keeps keeps) const {
+    u64 best = 0;
+    (*this)([&](float x, int column) {
+      if (!keeps(x) || (best && x + kMostGumbel <= value_of(best))) return;
+      const u64 rank = rank_of(x + row.noise(column), row.id_at(column));
+      best = rank > best ? rank : best;
+    });
+    return best;
   }
 };
 __device__ __forceinline__ OfList of_list(const Shared& shared) {
@@ -256,6 +263,36 @@ struct OfRow {
       for (int i = 0; i < 4; ++i)
         if (first + i < row.vocab && x[i] != -CUDART_INF_F) body(x[i], first + i);
     }
+  }
+  // Lists the kept ids of each kCandidates columns first: noise is computed for full warps of them.
+  template <typename Keeps>
+  __device__ __forceinline__ u64 winner(Shared& shared, const RowOf&, Keeps keeps) const {
+    u64 best = 0;
+    for (int tile = 0; tile < row.vocab; tile += kCandidates) {
+      __syncthreads();  // the list of the tile before has been read
+      if (threadIdx.x == 0) shared.count = 0;
+      __syncthreads();
+#pragma unroll 1
+      for (int part = 0; part < kCandidates; part += kThreads * 4) {
+        const int first = tile + part + threadIdx.x * 4;
+        float x[4];
+        row.load4(first, x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (first + i >= row.vocab || x[i] == -CUDART_INF_F || !keeps(x[i])) continue;
+          const unsigned at = atomicAdd(&shared.count, 1u);
+          shared.values[at] = x[i], shared.ids[at] = first + i;
+        }
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < int(shared.count); i += kThreads) {
+        const float x = shared.values[i];
+        if (best && x + kMostGumbel <= value_of(best)) continue;
+        const u64 rank = rank_of(x + row.noise(shared.ids[i]), row.id_at(shared.ids[i]));
+        best = rank > best ? rank : best;
+      }
+    }
+    return best;
   }
 };
 
