@@ -30,7 +30,7 @@ struct TopTask : tridecode_top_log_probs_task {
   int64_t row_bytes;        // of scratch
 };
 
-// Calls body(id, place) for the ids whose logits `sample` may edit. place: in the row's kept values.
+// Calls body(id, place) for ids whose logits `sample` may edit. place: in the row's kept values.
 template <typename Body>
 __device__ __forceinline__ void each_edited(const TopTask& task, const Slot& s, int slot,
                                             Body body) {
