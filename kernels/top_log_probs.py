@@ -16,7 +16,7 @@ from tridecode.kernels.sampling_state import MOST_BIASES, SLOT, SamplingState
 #: tokens of a row besides the chosen one, at most
 MOST_TOP = 20
 #: places of a row's kept values: MOST_BIASES of its biases, END_IDS of the ids that end it, its bad words
-END_IDS = SLOT["end_ids"].shape[0]
+END_IDS: int = SLOT["end_ids"].shape[0]  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def test_behind_sample_they_are_those_of_the_raw_logits(cuda_place: Place, vocab
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 128256])
 def test_a_graph_of_them_follows_the_slots(cuda_place: Place, vocab: int) -> None:
-    """Which rows want them, and how many rows there are, may change between replays."""
+    """Replays differ in the rows that want them and in the number of rows."""
     place, rows = cuda_place, 16
     state, top = wanting(place, rows, vocab), buffers(place, rows, vocab)
     logits = torch.zeros(rows, vocab, device=place.device)

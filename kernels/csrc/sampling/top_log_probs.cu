@@ -113,9 +113,7 @@ struct Values {
   float x[kEach];
   int first, vocab;
   // The i-th id of this thread; they ascend.
-  __device__ __forceinline__ int id(int i) const {
-    return first + i / 4 * (4 * kThreads) + i % 4;
-  }
+  __device__ __forceinline__ int id(int i) const { return first + i / 4 * (4 * kThreads) + i % 4; }
   __device__ __forceinline__ bool has(int i) const { return id(i) < vocab; }
   // Adding 0 makes the two zeros equal.
   __device__ __forceinline__ u64 key(int i) const { return rank_of(x[i] + 0.0f, id(i)); }
@@ -212,8 +210,7 @@ __device__ __forceinline__ void restore(TopShared& shared, const TopTask& task, 
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
-    top_log_probs(const __grid_constant__ TopTask task) {
+__global__ void __launch_bounds__(kThreads, 4) top_log_probs(const __grid_constant__ TopTask task) {
   __shared__ TopShared shared;
   wait_for_predecessor();
   const int index = blockIdx.y, slot = task.slots[index];

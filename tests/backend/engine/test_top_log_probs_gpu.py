@@ -82,7 +82,7 @@ def test_rows_that_want_none_one_and_many_share_graphs(make) -> None:
 
 
 def test_they_are_of_the_logits_before_every_edit() -> None:
-    """Also with n-grams, whose rows leave the graph."""
+    """Rows with n-grams leave the graph for them."""
     model = MODELS["llama"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     common = dict(max_tokens=NEW, top_log_probs=4, top_k=0, temperature=1.7)

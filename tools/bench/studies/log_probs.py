@@ -5,7 +5,7 @@
 
 Each case alternates with plain requests on one engine. The first table has the median time between steps in
 which all rows decode and no prompt runs; the second one the median time of steps in which one prompt runs
-beside the other rows. A ratio is the median over the repeats of a case's figure divided by the one before it.
+with decoding rows. A ratio is the median over the repeats of a case's figure divided by the one before it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tridecode.tools.bench.shapes.presets import random_prompts
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
 _TOKENS = 96  # new tokens of a decoding row
-#: prompt tokens of a request that runs beside them; they fit into a graph
-_BESIDE = 128
+#: prompt tokens of a request that runs with decoding rows; they fit into a graph
+_PROMPT = 128
 
 Case = Callable[[int], list[SamplingParams]]
 
@@ -53,7 +53,7 @@ ROWS: dict[str, Case] = {
     "20 tokens and a bias, all rows": _first(0, _plus(top_log_probs=20, logit_bias={5: 1.0, 9: -2.0})),
     "20 tokens and n-grams, one row": _first(1, _plus(top_log_probs=20, no_repeat_ngram_size=3)),
 }
-#: params of the prompts beside rows
+#: params of the prompts that run with decoding rows
 PROMPTS = {
     "nothing": _PLAIN,
     "log-prob of the prompt": _plus(return_context_log_prob=True),
@@ -73,16 +73,16 @@ def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[Samplin
     )
 
 
-def beside_ms(engine: Engine, prompts: list[list[int]], special: SamplingParams, beside: int = 16) -> float:
-    """Return the median milliseconds of a step in which one of `beside` prompts runs beside decoding rows.
+def mixed_ms(engine: Engine, prompts: list[list[int]], special: SamplingParams, count: int = 16) -> float:
+    """Return the median milliseconds of a step in which one of `count` prompts runs with decoding rows.
 
     All but one of `prompts` decode throughout; the others take turns in the last slot.
     """
     rows = len(prompts) - 1
-    others = [prompts[-1][:_BESIDE]] * beside
-    runner = LoopRunner(engine, params=[_PLAIN] * rows + [special] * beside)
-    runner.generate(prompts[:rows] + others, [_TOKENS] * rows + [2] * beside)
-    return _median(runner, lambda before, step: (step.decodes, step.prompt_tokens) == (rows, _BESIDE))
+    others = [prompts[-1][:_PROMPT]] * count
+    runner = LoopRunner(engine, params=[_PLAIN] * rows + [special] * count)
+    runner.generate(prompts[:rows] + others, [_TOKENS] * rows + [2] * count)
+    return _median(runner, lambda before, step: (step.decodes, step.prompt_tokens) == (rows, _PROMPT))
 
 
 def _median(runner: LoopRunner, is_wanted: Callable[[Step, Step], bool]) -> float:
@@ -129,10 +129,10 @@ def main() -> None:
             )
         for name, one in PROMPTS.items():
             compare(
-                "beside",
+                "mixed",
                 name,
-                partial(beside_ms, engine, prompts, _PLAIN),
-                partial(beside_ms, engine, prompts, one),
+                partial(mixed_ms, engine, prompts, _PLAIN),
+                partial(mixed_ms, engine, prompts, one),
             )
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -30,7 +30,7 @@ class LogitsRun(PartRun[ReturnedLogits]):
 
     @property
     def captures(self) -> bool:
-        """Whether nothing reads the logits of the samples behind the graph: their buffer is used."""
+        """Return whether nothing reads the logits of the samples behind the graph: their buffer is used."""
         return super().captures and not self.plan.late and self.plan.part(BeamRows) is None
 
     def after_forward(self, context: Context, x: Tensor) -> None:

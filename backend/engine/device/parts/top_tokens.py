@@ -67,8 +67,8 @@ class TopTokensRun(PartRun[TopTokens]):
         state = self.state
         if self._in_step:
             assert state.top is not None
-            found = state.top.top[: self._num_samples]
-            self._top = to_first(state.ranks, found, tuple(found.shape), torch.int32, tokens.device)
+            every = state.top.top[: self._num_samples]
+            self._top = to_first(state.ranks, every, tuple(every.shape), torch.int32, tokens.device)
             return
         found = None if self._raw is None else self._computed(self._raw, tokens)
         shape = len(self._rows), 2, 1 + self._most
