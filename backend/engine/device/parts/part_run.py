@@ -29,7 +29,7 @@ class PartRun(Generic[P]):
 
     @property
     def captures(self) -> bool:
-        """Return whether the step may run as a CUDA graph; after `before`, the same on all ranks of a stage."""
+        """Return whether the step may run as a CUDA graph: the same on all ranks. Called after `before`."""
         return self.part.captures
 
     def before(self) -> None:
