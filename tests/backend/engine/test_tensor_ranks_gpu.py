@@ -107,6 +107,26 @@ def test_logits_beams_and_top_tokens_come_from_the_shares(pool: RankPool, tmp_pa
         same(one, other)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}])
+def test_top_tokens_behind_a_graph_are_those_of_one_rank(
+    settings: dict, pool: RankPool, tmp_path: Path
+) -> None:
+    """No row has edited logits, so that steps with them stay graphs."""
+    directory = write(MODELS["gptneox"](), tmp_path)
+    prompts, common = prompts_of([9, 3, 1, 14], 397), dict(max_tokens=NEW_TOKENS)
+    params = [
+        SamplingParams(**common, top_log_probs=5),
+        SamplingParams(**common, top_k=0, temperature=1.7, seed=2, top_log_probs=20, return_log_probs=True),
+        SamplingParams(**common, top_k=0, top_p=0.8, seed=3),
+        SamplingParams(**common, top_k=9, seed=4, frequency_penalty=0.5, top_log_probs=0),
+    ]
+    place = dict(params=params, device="cuda", cache_bytes=16 << 20, **settings)
+    wanted = pool.run(directory, 1, 1, tmp_path / "alone", prompts, **place)
+    found = pool.run(directory, 2, 1, tmp_path / "meeting", prompts, **place)
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+
+
 def test_the_vocabulary_is_shared_and_steps_are_graphs(tmp_path: Path) -> None:
     """397 ids: ceil(397 / 2) = 199, so 200 of 16-bit loads; rank 1 has 197 of them."""
     directory = write(MODELS["gptneox"](), tmp_path)
