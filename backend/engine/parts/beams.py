@@ -52,6 +52,10 @@ class BeamRows(StepPart):
         """
         return True
 
+    @property
+    def reads_samples(self) -> bool:
+        return True
+
     def encode(self) -> Any:
         return _Frame(len(self.rows), self.width, ints(self.rows), ints(self.slots), ints(self.tokens))
 

@@ -36,6 +36,10 @@ class Drafting(StepPart):
     def captures(self) -> bool:
         return True
 
+    @property
+    def reads_samples(self) -> bool:
+        return True
+
     def encode(self) -> Any:
         return _Frame(self.count, ints(self.rows))
 

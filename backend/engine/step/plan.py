@@ -49,6 +49,11 @@ class StepPart:
         """Return whether the step may run as a CUDA graph."""
         return False
 
+    @property
+    def reads_samples(self) -> bool:
+        """Return whether it reads the logits or the last hidden states of the samples behind a CUDA graph."""
+        return False
+
     def encode(self) -> Any:
         """Return the part as a value that msgspec can encode."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,15 @@ from tests.backend.engine.toy_device import limits
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import RequestError
+from tridecode.backend.engine.device.parts.table import RUNS
 from tridecode.backend.engine.offline import Generation
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.drafting import Drafting
+from tridecode.backend.engine.parts.embeddings import PromptVectors, SummedRow
+from tridecode.backend.engine.parts.returned_logits import LogitRows, ReturnedLogits
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.step.decode_graphs import decode_plan
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
@@ -127,6 +134,23 @@ def test_equally_likely_tokens_share_a_rank() -> None:
     assert torch.allclose(
         values[:, 0], torch.stack([logits[1].log_softmax(0)[1], logits[0].log_softmax(0)[3]])
     )
+
+
+def test_what_runs_behind_a_graph_does_not_overwrite_what_others_read_there() -> None:
+    """Rows of beams, drafts and late masks need the samples' logits or hidden states after the graph."""
+    state = offline_engine(llama()).engine.state
+    plan, none = decode_plan(2), np.zeros(0, np.int32)
+    others = [BeamRows(none, 1, none, none), Drafting(1, np.zeros(1, np.int32))]
+    for part in (ReturnedLogits([LogitRows(1, 0, 1)]), PromptVectors([SummedRow(1, 0, 1, True, True, True)])):
+        for parts, late, captures in [
+            ([part], [], True),
+            ([part], [1], False),
+            *(([part, other], [], False) for other in others),
+        ]:
+            run = RUNS[type(part)](state, replace(plan, parts=parts, late=late), part)
+            assert run.captures == captures
+    samples = ReturnedLogits(samples=[0])
+    assert not RUNS[ReturnedLogits](state, replace(plan, parts=[samples]), samples).captures
 
 
 def test_each_sample_of_a_prompt_reports_its_own() -> None:

@@ -16,6 +16,10 @@ from tridecode.backend.models.context import Context
 
 
 class PromptVectorsRun(PartRun[PromptVectors]):
+    @property
+    def captures(self) -> bool:
+        return super().captures and self.may_overwrite_samples
+
     def after_forward(self, context: Context, x: Tensor) -> None:
         state, found = self.state, None
         if state.is_last_stage and state.ranks.tensor_rank == 0:

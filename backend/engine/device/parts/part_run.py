@@ -32,6 +32,11 @@ class PartRun(Generic[P]):
         """Return whether the step may run as a CUDA graph: the same on all ranks. Called after `before`."""
         return self.part.captures
 
+    @property
+    def may_overwrite_samples(self) -> bool:
+        """Return whether the buffers of the samples' logits and hidden states are free behind a graph."""
+        return not self.plan.late and not any(part.reads_samples for part in self.plan.parts)
+
     def before(self) -> None:
         """Run before the forward, and before the slots of the step start."""
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.sampling import on_device
-from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.returned_logits import FoundLogits, LogitRows, ReturnedLogits
 from tridecode.backend.engine.ranks.vocab_logits import log_probs_at
 from tridecode.backend.engine.ranks.vocab_share import TensorRanks, mask_padding, whole_rows
@@ -30,8 +29,7 @@ class LogitsRun(PartRun[ReturnedLogits]):
 
     @property
     def captures(self) -> bool:
-        """Return whether nothing reads the logits of the samples behind the graph: their buffer is used."""
-        return super().captures and not self.plan.late and self.plan.part(BeamRows) is None
+        return super().captures and self.may_overwrite_samples
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """Compute the logits of the prompts' rows."""
