@@ -49,6 +49,7 @@ OURS = {
     "gemm_sm90_split_k": GEMM,
     "gemm_sm90_stream_k": GEMM,
     "gemv": GEMM,
+    "keep_raw": SAMPLING,
     "norm_row": OTHER,
     "norm_row_any": OTHER,
     "place_rows": OTHER,
@@ -66,6 +67,7 @@ OURS = {
     "rotate_and_round_whole": ATTENTION,
     "sample": SAMPLING,
     "soft_cap": OTHER,
+    "top_log_probs": SAMPLING,
 }
 #: beginnings of the names of cuBLAS's kernels and NCCL's
 _LIBRARIES = {

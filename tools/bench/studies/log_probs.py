@@ -4,8 +4,9 @@
         [--output FILE]
 
 Each case alternates with plain requests on one engine. The first table has the median time between steps in
-which all rows decode and no prompt runs; the second one the median time of steps in which one prompt runs
-with decoding rows. A ratio is the median over the repeats of a case's figure divided by the one before it.
+which all rows decode and no prompt runs; the second one the mean time of the steps while prompts of 128
+tokens join them one after another. A ratio is the median over the repeats of a case's figure divided by the
+plain one before it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,13 +26,16 @@ from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.loop_runner import LoopRunner
-from tridecode.tools.bench.measure import Step
 from tridecode.tools.bench.shapes.presets import random_prompts
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
 _TOKENS = 96  # new tokens of a decoding row
 #: prompt tokens of a request that runs with decoding rows; they fit into a graph
 _PROMPT = 128
+#: seconds between such requests
+_GAP_S = 0.02
+#: slots beyond the decoding rows
+_SPARE = 8
 
 Case = Callable[[int], list[SamplingParams]]
 
@@ -66,30 +71,45 @@ def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[Samplin
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner = LoopRunner(engine, params=params)
     runner.generate(prompts, _TOKENS)
-    count = len(prompts)
-    return _median(
-        runner,
-        lambda before, step: before.decodes == step.decodes == count and not step.prompt_tokens,
+    steps = runner.take_run().steps
+    return statistics.median(
+        1000 * (step.time - before.time)
+        for before, step in zip(steps, steps[1:])
+        if before.decodes == step.decodes == len(prompts) and not step.prompt_tokens
     )
 
 
-def mixed_ms(engine: Engine, prompts: list[list[int]], special: SamplingParams, count: int = 16) -> float:
-    """Return the median milliseconds of a step in which one of `count` prompts runs with decoding rows.
+class _Spaced(LoopRunner):
+    """Submits `rows` requests at once and the others one by one, `gap` seconds apart, from `after` on."""
 
-    All but one of `prompts` decode throughout; the others take turns in the last slot.
+    rows, after, gap = 0, 0.0, 0.0
+
+    def _arrivals(self, count: int) -> Sequence[float]:
+        later = [self.after + number * self.gap for number in range(count - self.rows)]
+        return [0.0] * self.rows + later
+
+
+def mixed_ms(
+    engine: Engine,
+    prompts: list[list[int]],
+    special: SamplingParams,
+    after: float = 0.0,
+    gap: float = 0.0,
+    count: int = 12,
+) -> float:
+    """Return the mean milliseconds of a step while `count` prompts join the decoding rows one by one.
+
+    after: seconds until the first of them, when all of `prompts` decode. gap: seconds between them.
     """
-    rows = len(prompts) - 1
+    rows = len(prompts)
     others = [prompts[-1][:_PROMPT]] * count
-    runner = LoopRunner(engine, params=[_PLAIN] * rows + [special] * count)
-    runner.generate(prompts[:rows] + others, [_TOKENS] * rows + [2] * count)
-    return _median(runner, lambda before, step: (step.decodes, step.prompt_tokens) == (rows, _PROMPT))
-
-
-def _median(runner: LoopRunner, is_wanted: Callable[[Step, Step], bool]) -> float:
-    """Return the median milliseconds between two steps in a row that are wanted."""
-    steps = runner.take_run().steps
-    pairs = [pair for pair in zip(steps, steps[1:]) if is_wanted(*pair)]
-    return statistics.median(1000 * (step.time - before.time) for before, step in pairs)
+    runner = _Spaced(engine, params=[_PLAIN] * rows + [special] * count)
+    runner.rows, runner.after, runner.gap = rows, after, gap
+    runner.generate(prompts + others, [_TOKENS] * rows + [2] * count)
+    steps, begun = runner.take_run().steps, runner.take_run().arrivals[rows]
+    mixed = [at for at, step in enumerate(steps) if step.decodes and step.prompt_tokens and step.time > begun]
+    first, last = mixed[0], mixed[-1]
+    return 1000 * (steps[last].time - steps[first].time) / (last - first)
 
 
 def main() -> None:
@@ -105,7 +125,7 @@ def main() -> None:
     rows, found = arguments.rows, []
     job = make_job(
         arguments.preset, None, None,
-        batches=(rows,), prompt_tokens=arguments.prompt_tokens, output_tokens=_TOKENS,
+        batches=(rows + _SPARE,), prompt_tokens=arguments.prompt_tokens, output_tokens=_TOKENS,
     )  # fmt: skip
 
     def compare(title: str, name: str, usual: Callable[[], float], wanted: Callable[[], float]) -> None:
@@ -119,6 +139,10 @@ def main() -> None:
         prompts = random_prompts(rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
         plain = [_PLAIN] * rows
         decode_ms(engine, prompts, plain)  # warms up
+        begun = time.perf_counter()
+        decoding_s = _TOKENS * decode_ms(engine, prompts, plain) / 1000
+        after = time.perf_counter() - begun - decoding_s
+        place = {"after": after + 2 * _GAP_S, "gap": _GAP_S}
         for name, case in ROWS.items():
             params = case(rows)
             compare(
@@ -131,8 +155,8 @@ def main() -> None:
             compare(
                 "mixed",
                 name,
-                partial(mixed_ms, engine, prompts, _PLAIN),
-                partial(mixed_ms, engine, prompts, one),
+                partial(mixed_ms, engine, prompts, _PLAIN, **place),
+                partial(mixed_ms, engine, prompts, one, **place),
             )
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")

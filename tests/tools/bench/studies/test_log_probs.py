@@ -19,4 +19,4 @@ def test_every_case_has_steps_to_measure() -> None:
         assert len(params) == rows and (name == "nothing") == (params[0] == params[-1] == log_probs._PLAIN)
         assert math.isfinite(log_probs.decode_ms(offline.engine, prompts, params))
     for special in log_probs.PROMPTS.values():
-        assert math.isfinite(log_probs.mixed_ms(offline.engine, prompts, special, 3))
+        assert math.isfinite(log_probs.mixed_ms(offline.engine, prompts, special, count=3))
