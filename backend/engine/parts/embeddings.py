@@ -45,10 +45,6 @@ class PromptVectors(StepPart):
     tag = "embeddings"
     rows: list[SummedRow]
 
-    @property
-    def captures(self) -> bool:
-        return True  # they are summed behind the graph
-
     def encode(self) -> Any:
         return self.rows
 

@@ -66,10 +66,6 @@ class ReturnedLogits(StepPart):
     rows: list[LogitRows] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
-    @property
-    def captures(self) -> bool:
-        return not self.samples  # those of prompts are computed behind the graph
-
     def encode(self) -> Any:
         return _Frame(
             [

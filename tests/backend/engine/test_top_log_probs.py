@@ -143,7 +143,7 @@ def test_what_runs_behind_a_graph_does_not_overwrite_what_others_read_there() ->
     others = [BeamRows(none, 1, none, none), Drafting(1, np.zeros(1, np.int32))]
     for part in (ReturnedLogits([LogitRows(1, 0, 1)]), PromptVectors([SummedRow(1, 0, 1, True, True, True)])):
         for parts, late, captures in [
-            ([part], [], True),
+            ([part], [], False),
             ([part], [1], False),
             *(([part, other], [], False) for other in others),
         ]:

@@ -2,9 +2,8 @@
 
 The log probabilities are those of the model's own logits, before temperature, penalties and bad words, as
 vLLM reports them. Where the ranks do not share the vocabulary, a GPU finds them within each step, also within
-a CUDA graph (DeviceState.top). GPUs that share it compute them in torch behind the graph, from logits that
-sampling leaves as they are. A step without a graph computes them before it samples: on a CPU, and where the
-sampler overwrites logits that are not kept.
+a CUDA graph (DeviceState.top). A step without a graph computes them before it samples: on a CPU, where the
+ranks share the vocabulary, and where the sampler overwrites logits that are not kept.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.sampling import on_device
-from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.ranks import vocab_logits
 from tridecode.backend.engine.step.plan import StepPlan
@@ -27,12 +25,9 @@ from tridecode.backend.wire.messages import TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
-#: columns of a slot by which `sample` edits logits in place, and the same of its parameters
+#: columns of a slot by which `sample` edits logits that are not kept, and the same of its parameters
 _EDITS: dict[str, Callable[[SamplingParams], object]] = {
     "no_repeat_ngram_size": lambda params: params.no_repeat_ngram_size,
-    "num_biases": lambda params: params.logit_bias,
-    "num_bad_words": lambda params: params.bad_words,
-    "min_tokens": lambda params: params.min_tokens,
 }
 
 
@@ -49,17 +44,13 @@ class TopTokensRun(PartRun[TopTokens]):
         self._slots = plan.slots[is_sampled][self._rows]
         self._counts, self._num_samples = counts[self._rows], len(counts)
         self._most = min(int(self._counts.max(initial=0)), state.model_config.vocab_size)
-        self._in_step = self._is_behind = False
+        self._in_step = False
 
     def before(self) -> None:
         """Decide where they are computed, after copies of slots."""
         state = self.state
         if state.top is not None:
             self._in_step = not self._any_has("no_repeat_ngram_size")
-        elif state.vocab is not None and state.device.type == "cuda" and state.ranks.num_stages == 1:
-            # the logits of prompts are computed behind a graph, too, in the same buffer
-            is_alone = self.plan.part(ReturnedLogits) is None
-            self._is_behind = is_alone and not any(self._any_has(name) for name in _EDITS)
 
     def _any_has(self, name: str) -> bool:
         """Return whether a column of a slot that wants the tokens is above 0; slots that start with this step
@@ -71,10 +62,10 @@ class TopTokensRun(PartRun[TopTokens]):
 
     @property
     def captures(self) -> bool:
-        return self._in_step or self._is_behind or not len(self._rows)
+        return self._in_step or not len(self._rows)
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
-        if self._in_step or self._is_behind or not len(self._rows):
+        if self._in_step or not len(self._rows):
             return
         self._indices = on_device(torch.from_numpy(self._rows), like.device)
         if logits is None:
@@ -94,10 +85,6 @@ class TopTokensRun(PartRun[TopTokens]):
             every = state.top.top[: self._num_samples]
             self._top = to_first(state.ranks, every, tuple(every.shape), torch.int32, tokens.device)
             return
-        if self._is_behind:
-            self._indices = on_device(torch.from_numpy(self._rows), tokens.device)
-            logits = state.work.logits[: self._num_samples]
-            self._raw = vocab_logits.raw_log_probs(logits, self._indices, state.ranks)
         found = None if self._raw is None else self._computed(self._raw, tokens)
         shape = len(self._rows), 2, 1 + self._most
         self._top = to_first(state.ranks, found, shape, torch.int32, tokens.device)
