@@ -198,7 +198,7 @@ class Engine:
         batch = self.prompt_graphs.replay(plan, shape)
         if parts:
             state, gap = self.state, shape.decodes - plan.num_decodes  # rows that pad the decode rows
-            context = Context(self._step_ops(parts), self.ranks, state.work, batch)
+            context = Context(self._step_ops(parts, batch), self.ranks, state.work, batch)
             for part in parts:
                 part.after_forward(context, state.work.hidden[gap : gap + plan.num_tokens])
         return True

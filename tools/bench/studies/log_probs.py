@@ -142,7 +142,7 @@ def main() -> None:
         begun = time.perf_counter()
         decoding_s = _TOKENS * decode_ms(engine, prompts, plain) / 1000
         after = time.perf_counter() - begun - decoding_s
-        place = {"after": after + 2 * _GAP_S, "gap": _GAP_S}
+        mixed = partial(mixed_ms, engine, prompts, after=after + 2 * _GAP_S, gap=_GAP_S)
         for name, case in ROWS.items():
             params = case(rows)
             compare(
@@ -155,8 +155,8 @@ def main() -> None:
             compare(
                 "mixed",
                 name,
-                partial(mixed_ms, engine, prompts, _PLAIN, **place),
-                partial(mixed_ms, engine, prompts, one, **place),
+                partial(mixed, _PLAIN),
+                partial(mixed, one),
             )
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
