@@ -147,6 +147,7 @@ def test_the_figures_are_those_of_a_plain_loop_over_transformers(
 ) -> None:
     # little training: some drafts are right, some are wrong
     small = ("--tokens", 1200, "--held-back", 20, "--epochs", 24, "--batch", 128, "--depth", 3, "--seed", 3)
+    small += ("--width", 96, "--rate", 1e-3)
     info = train(learnt, tmp_path / "a", "--prompts", prompts, *small)
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     order = np.random.default_rng(3).permutation(len(rows))
@@ -244,7 +245,7 @@ def test_the_figures_of_a_draft_model_are_those_of_a_plain_loop(
 ) -> None:
     """One greedy draft after the other, behind the text itself and the drafts before."""
     small = ("--tokens", 800, "--held-back", 20, "--epochs", 1, "--batch", 256, "--depth", 3, "--seed", 3)
-    more = ("--kind", "model", "--layers", 1, "--prompts", prompts, "--rate", 3e-3)
+    more = ("--kind", "model", "--layers", 1, "--prompts", prompts, "--rate", 2e-4)
     info = train(learnt_deep, tmp_path / "a", *small, *more)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32).eval()
     target = AutoModelForCausalLM.from_pretrained(learnt_deep).eval()
