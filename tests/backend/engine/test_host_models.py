@@ -138,6 +138,27 @@ def test_requests_continue_on_the_next_engine_with_the_blocks_of_their_answers(
 
 
 @torch.inference_mode()
+def test_answers_with_drafts_are_swapped_with_whole_blocks(memory: int) -> None:
+    """Lengths of drafted rows in flight are upper bounds: only whole blocks may enter the tier."""
+    model = llama()
+    (base,) = prompts_of([6], model.config.vocab_size)
+    prompts = [base * 3, base * 2 + [5, 6], base * 4, [7, 8] * 6]
+    params = SamplingParams(max_tokens=30)
+    without = small_engine(model, None, blocks=40, cache_scope="none")
+    wanted = [one.tokens for one in without.generate(prompts, params)]
+    settings = {"blocks": 14, "speculation": "lookup", "max_draft_tokens": 3, "keep_logits": False}
+    offline = small_engine(model, memory, **settings)
+    tier = tier_of(offline)
+    for _ in range(2):
+        assert [one.tokens for one in offline.generate(prompts, params)] == wanted
+    assert offline.scheduler.counters.preemptions > 0 and tier.tokens > 0 and tier.faults == 0
+    flush(offline)
+    after = small_engine(model, memory, **settings)
+    assert [one.tokens for one in after.generate(prompts, params)] == wanted
+    assert tier_of(after).tokens > 0
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_blocks_of_eight_bits_come_back_with_their_scales(make, format: str, memory: int) -> None:
