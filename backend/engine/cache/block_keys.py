@@ -44,7 +44,8 @@ class BlockHasher:
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secret or secrets.token_bytes(32)
+        # copied for each hash: a keyed hash begins with a block of the key, a third of the work
+        self._keyed = hashlib.blake2b(digest_size=_KEY_BYTES, key=secret or secrets.token_bytes(32))
         self._process = secrets.token_bytes(16)
 
     def root(self, context: Context) -> bytes:
@@ -72,7 +73,9 @@ class BlockHasher:
         return b"" if context == Context() else self.root(context)
 
     def _hash(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=self._secret).digest()
+        keyed = self._keyed.copy()
+        keyed.update(data)
+        return keyed.digest()
 
 
 def masked(keys: Sequence[bytes], mask: bytes) -> list[bytes]:

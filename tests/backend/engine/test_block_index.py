@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tridecode.backend.engine.cache.block_index import BlockIndex
-from tridecode.backend.engine.cache.block_keys import Context
+from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
 
 _BLOCKS = 12
 _SIZE = 2  # bytes of ids that a block has in these tests
@@ -217,6 +218,16 @@ def test_an_identity_separates_all_that_the_values_depend_on(
     assert keys[:common] == others[:common]
     assert not set(keys[common:]) & set(others)
     assert {len(key) for key in keys} == {16}
+
+
+@given(st.binary(min_size=32, max_size=32), ids)
+def test_identities_are_keyed_hashes_of_the_parent_and_the_ids(secret: bytes, some: bytes) -> None:
+    """Engines that were built before know the blocks of a host tier by them."""
+    parent, wanted = b"p" * 16, []
+    for first in range(0, len(some), _SIZE):
+        data = (wanted[-1] if wanted else parent) + some[first : first + _SIZE]
+        wanted.append(hashlib.blake2b(data, digest_size=16, key=secret).digest())
+    assert BlockHasher(secret).chain(parent, some, _SIZE) == wanted
 
 
 def test_the_hash_is_another_one_in_every_index() -> None:

@@ -17,6 +17,7 @@ from tests.backend.engine.request_rules import SHARED, RequestMachine
 from tests.backend.engine.test_prefix_cache import computed
 from tests.backend.engine.toy_device import DOOR, expected, limits
 from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
 from tridecode.backend.engine.host_tier.cost import CopyCost
 from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
@@ -200,7 +201,7 @@ def test_an_engine_that_was_killed_leaves_its_blocks_to_the_next_one() -> None:
 def test_another_secret_finds_nothing() -> None:
     run = HostRun(SMALL, HostMemory(100))
     ask(run, 1, LONG)
-    assert run.tier.hasher._secret == SECRET
+    assert run.tier.hasher.root(Context()) == BlockHasher(SECRET).root(Context())
     run.memory.filled = {
         slot: (replace_key(entry), ids, shifts) for slot, (entry, ids, shifts) in run.memory.filled.items()
     }
