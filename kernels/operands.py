@@ -155,7 +155,7 @@ MOST_QUERIES = MOST_DRAFTS + 1
 #: bits divides the keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh).
 FEW_TOKENS = 256
 #: The same of a step with a 16-bit cache. With more, blocks for each head and 128 queries fill a GPU, and
-#: their kernel is faster: 58 us against 88 for 4 rows of 60 tokens behind 2,016 of LLaMA-3-8B on an H100.
+#: their kernel is faster: 58 us against 88 for 4 rows of 60 tokens behind 2,016 of BLOOM-7B1 on an H100.
 FEW_EXACT_TOKENS = 128
 
 
