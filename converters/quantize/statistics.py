@@ -21,13 +21,14 @@ class InputStatistics:
     """Statistics of the inputs x of one matrix, in their dtype: float32 or float64.
 
     hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
-    at most SAMPLE.
+    at most SAMPLE. count: number of inputs.
     """
 
     hessian: Tensor
     mean_abs: Tensor
     max_abs: Tensor
     sample: Tensor
+    count: int = 0
 
     def divided(self, scales: Tensor) -> InputStatistics:
         """Return the statistics of the inputs x / scales; scales: (in,)."""
@@ -36,6 +37,7 @@ class InputStatistics:
             self.mean_abs / scales,
             self.max_abs / scales,
             self.sample / scales,
+            self.count,
         )
 
 
@@ -85,7 +87,11 @@ class _Sums:
             raise CheckpointError(f"the calibration texts give inputs of {name} that are not finite")
         sums = self.sums
         return InputStatistics(
-            sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
+            sums.hessian.div_(self.count),
+            sums.mean_abs.div_(self.count),
+            sums.max_abs,
+            sums.sample,
+            self.count,
         )
 
 

@@ -42,7 +42,7 @@ def long_time(planned: PlannedConversion, method: Method, texts: list[str] | Non
 def _long_calibration(method: Method, shapes: Sequence[tuple[int, ...]], texts: list[str]) -> list[str]:
     tokens = min(sum(map(len, texts)) // _LETTERS, method.most_tokens)
     operations = sum(4 * tokens * inputs * outputs for inputs, outputs in shapes)
-    if method.tokens_per_input:  # GPTQ: the changes of later inputs, and the inverse in float64
+    if "gptq" in method.name:  # the changes of later inputs, and the inverse in float64
         operations += sum(inputs**2 * (outputs + 3 * inputs) for inputs, outputs in shapes)
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     if minutes < _LONG_MINUTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +12,11 @@ from tests.quantized import rounded_fp8_blocks
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
+from tridecode.converters.quantize.methods import method_of
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
-from tridecode.converters.quantize.statistics import SAMPLE, Collector
+from tridecode.converters.quantize.statistics import SAMPLE, Collector, InputStatistics
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 OUT, IN, TOKENS = 24, 96, 400
 
@@ -374,3 +378,34 @@ def _fp8(rows: Tensor) -> Tensor:
 def _int8(rows: Tensor) -> Tensor:
     steps = rows.abs().amax(1, keepdim=True) / 127
     return (rows / steps).round() * steps
+
+
+def inputs_with_huge_ones(seed: int, tokens: int) -> Tensor:
+    """(tokens, 96) normal numbers, and huge ones in three places of the first token."""
+    x = torch.randn(tokens, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x[0, [5, 40, 77]] = torch.tensor([500.0, -700.0, 300.0], dtype=torch.float64)  # in every text the same
+    return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_tokens_make_int8_gptq_compensate_huge_activations_alone(seed: int) -> None:
+    """On other inputs it errs no more than rounding to nearest, which GPTQ as published does."""
+    weight, x, others = weight_of(seed, 48, 96), *(inputs_with_huge_ones(10 * seed + i, 60) for i in (0, 1))
+    method = method_of("int8-gptq")
+
+    def errors(found: QuantizedWeight) -> tuple[float, float]:
+        """At the huge activations, and at other tokens."""
+        difference = others @ (found.expanded(torch.float64) - weight).T
+        return float(difference[0].norm()), float(difference[1:].norm())
+
+    statistics = InputStatistics(x.T @ x / 60, x.abs().mean(0), x.abs().amax(0), x, count=60)
+    few = errors(method.rounded("m", weight, statistics))
+    nearest = errors(method.grid.rounded(weight))
+    published = errors(gptq(weight, statistics.hessian, method.grid))
+    assert few[0] < 0.8 * nearest[0]
+    assert few[1] < 1.1 * nearest[1]
+    assert few[1] < published[1] + 1e-9
+    many = replace(statistics, count=4 * 96)
+    assert torch.equal(
+        method.rounded("m", weight, many).values, gptq(weight, statistics.hessian, method.grid).values
+    )
