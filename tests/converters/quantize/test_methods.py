@@ -389,8 +389,8 @@ def inputs_with_huge_ones(seed: int, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_few_tokens_make_int8_gptq_compensate_huge_activations_alone(seed: int) -> None:
-    """On other inputs it errs no more than rounding to nearest, which GPTQ as published does."""
-    weight, x, others = weight_of(seed, 48, 96), *(inputs_with_huge_ones(10 * seed + i, 60) for i in (0, 1))
+    """On other inputs it errs about as rounding to nearest does, and GPTQ as published more."""
+    weight, x, others = weight_of(seed, 48, 96), *(inputs_with_huge_ones(10 * seed + i, 40) for i in (0, 1))
     method = method_of("int8-gptq")
 
     def errors(found: QuantizedWeight) -> tuple[float, float]:
@@ -398,14 +398,14 @@ def test_few_tokens_make_int8_gptq_compensate_huge_activations_alone(seed: int) 
         difference = others @ (found.expanded(torch.float64) - weight).T
         return float(difference[0].norm()), float(difference[1:].norm())
 
-    statistics = InputStatistics(x.T @ x / 60, x.abs().mean(0), x.abs().amax(0), x, count=60)
+    statistics = InputStatistics(x.T @ x / 40, x.abs().mean(0), x.abs().amax(0), x, count=40)
     few = errors(method.rounded("m", weight, statistics))
     nearest = errors(method.grid.rounded(weight))
     published = errors(gptq(weight, statistics.hessian, method.grid))
     assert few[0] < 0.8 * nearest[0]
     assert few[1] < 1.1 * nearest[1]
     assert few[1] < published[1] + 1e-9
-    many = replace(statistics, count=4 * 96)
+    many = replace(statistics, count=48)
     assert torch.equal(
         method.rounded("m", weight, many).values, gptq(weight, statistics.hessian, method.grid).values
     )
