@@ -389,12 +389,12 @@ def inputs_with_huge_ones(seed: int, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_few_tokens_make_int8_gptq_compensate_huge_activations_alone(seed: int) -> None:
-    """On other inputs it errs about as rounding to nearest does, and GPTQ as published more."""
+    """Its error for other inputs is about that of rounding to nearest; GPTQ as published has a larger one."""
     weight, x, others = weight_of(seed, 48, 96), *(inputs_with_huge_ones(10 * seed + i, 40) for i in (0, 1))
     method = method_of("int8-gptq")
 
     def errors(found: QuantizedWeight) -> tuple[float, float]:
-        """At the huge activations, and at other tokens."""
+        """The norms at the huge activations, and at other tokens."""
         difference = others @ (found.expanded(torch.float64) - weight).T
         return float(difference[0].norm()), float(difference[1:].norm())
 
