@@ -9,7 +9,7 @@ import typer
 from tridecode.backend.base.errors import ConfigError
 
 #: kinds of drafters, with their usual learning rates
-RATES = {"heads": 3e-3, "model": 1e-3}
+RATES = {"heads": 1e-3, "model": 1e-3}
 
 _texts = partial(typer.Option, rich_help_panel="Texts")
 _training = partial(typer.Option, rich_help_panel="Training")
@@ -62,9 +62,7 @@ def train_draft(
     batch: Annotated[int, _training(min=1, max=65_536, help="Positions of a training step.")] = 1024,
     rate: Annotated[
         float | None,
-        _training(
-            min=1e-6, max=1.0, help="Highest learning rate; default: 0.003 for heads, 0.001 for a model."
-        ),
+        _training(min=1e-6, max=1.0, help="Highest learning rate; default: 0.001."),
     ] = None,
     layers: Annotated[
         int, _training(min=1, max=1024, help="model: layers of the target that it keeps and trains.")
