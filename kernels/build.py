@@ -22,7 +22,7 @@ SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / 
 API = SOURCES / "api"
 
 #: targets of `--arch all`; the last one also as PTX, for later GPUs
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 110, 120)
 FLAGS = [
     "-O3",
     "-std=c++17",
@@ -56,7 +56,7 @@ SPILLS = {
 
 
 class BuildError(RuntimeError):
-    """A file does not compile, or a kernel spills registers."""
+    """A file does not compile, a kernel spills registers, or ptxas serialises its wgmma instructions."""
 
 
 def nvcc() -> str:
@@ -148,6 +148,7 @@ def _compile(compiler: str, path: Path, codes: list[str], headers: bytes, info: 
         partial = made.with_suffix(f".{os.getpid()}.tmp.o")
         report = _run([compiler, *flags, "-c", str(path), "-o", str(partial)], path.name)
         _check_spills(path.name, report)
+        _check_serialised(path.name, report)
         partial.rename(made)
     return made
 
@@ -161,6 +162,13 @@ def _check_spills(name: str, report: str) -> None:
             raise BuildError(
                 f"{name}: {kernel} spills {stored} bytes of registers; allowed {SPILLS.get(name, 0)}"
             )
+
+
+def _check_serialised(name: str, report: str) -> None:
+    """Raise BuildError if ptxas says that it serialised wgmma instructions: its warnings C7510 to C7514."""
+    found = re.search(r".*\bC751[0-4]\b.*", report)
+    if found:
+        raise BuildError(f"{name}: ptxas serialises wgmma instructions: {found[0].strip()}")
 
 
 def _run(command: list[str], what: str) -> str:

@@ -21,11 +21,6 @@ __device__ __forceinline__ void clear_values(char* values, int valid, int group)
   group_sync(group);
 }
 
-// The descriptor of a matrix that lies `bytes` after another.
-__device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
-  return (descriptor & ~uint64_t(0xffffffff)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
-}
-
 // The two warp groups alternate in issuing wgmmas, beginning with group 0.
 __device__ __forceinline__ void wait_for_turn(int group) {
   asm volatile("bar.sync %0, 256;" ::"r"(kGroups + 1 + group) : "memory");

@@ -178,8 +178,8 @@ struct PackedProducts {
         const uint64_t b = descriptor(x + which * N * 128, 1024);
         group_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
-          group_multiply_add_registers<X, N>(c, a[which][k], b + 2 * k);
+        for (int k = 0; k < 4; ++k)
+          group_multiply_add_registers<X, N>(c, a[which][k], later(b, 32 * k));
         commit_group();
         if (which == 1) {
           held = stage;
@@ -221,8 +221,8 @@ struct PackedProducts {
             descriptor(weights + S::kWeightBytes + S::kGroupBytes + which * N * 128, 1024);
         group_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
-          group_multiply_add_registers<X, N>(c, a[which][k], b + 2 * k);
+        for (int k = 0; k < 4; ++k)
+          group_multiply_add_registers<X, N>(c, a[which][k], later(b, 32 * k));
         commit_group();
         // the operands of the other half are free and, if which = 0, so is `held`
         wait_groups<1>();

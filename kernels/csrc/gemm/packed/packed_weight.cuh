@@ -46,6 +46,15 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+// (word & MASK) | BITS in one instruction. LOP3 takes one immediate: with two, ptxas emits two.
+template <uint32_t MASK, uint32_t BITS>
+__device__ __forceinline__ uint32_t mask_and_set(uint32_t word) {
+  uint32_t mask, result;
+  asm("mov.b32 %0, %1;" : "=r"(mask) : "n"(MASK));
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "n"(BITS));
+  return result;
+}
+
 // ---------------------------------------------------------------- 8 bit
 
 // Converts bytes 0 and 2 of a word to numbers.
@@ -56,8 +65,8 @@ __device__ __forceinline__ uint32_t even_bytes(uint32_t word) {
     return subtract_pairs<X>((word & 0x00ff00ffu) ^ 0x64806480u, 0x64806480u);
   } else if constexpr (F == kInt8) {
     // a bfloat16 has 7 bits: 128 + the low 7 bits, minus 128, or minus 256 if the sign bit is set
-    return subtract_pairs<X>((word & 0x007f007fu) | 0x43004300u,
-                             (word & 0x00800080u) | 0x43004300u);
+    return subtract_pairs<X>(mask_and_set<0x007f007fu, 0x43004300u>(word),
+                             mask_and_set<0x00800080u, 0x43004300u>(word));
   } else {
     const uint32_t high = word << 8;
     constexpr int kShift = std::is_same<X, half>::value ? 1 : 4;
@@ -83,7 +92,7 @@ __device__ __forceinline__ uint32_t biased_pair(const uint4& words, int step, in
   const uint32_t word = get(words, step / 2);
   const int from = 4 * (step % 2 * 2 + i);
   const uint32_t placed = from > kPlace ? word >> (from - kPlace) : word << (kPlace - from);
-  return (placed & kMask) | kSixteen;
+  return mask_and_set<kMask, kSixteen>(placed);
 }
 
 // ---------------------------------------------------------------- operands
