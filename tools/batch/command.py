@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.batches import LOWEST_PRIORITY
+from tridecode.backend.base.priority import LOWEST_PRIORITY
 
 
 def batch(

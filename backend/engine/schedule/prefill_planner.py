@@ -9,6 +9,7 @@ import numpy as np
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.background import Background, is_background
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner
 from tridecode.backend.engine.schedule.decode_planner import DecodePlanner
 from tridecode.backend.engine.schedule.prompt_spread import Spread
@@ -54,6 +55,7 @@ class PrefillPlanner:
         self.prefilling: list[Sequence] = []
         self._held_steps = 0  # since sequences began to wait for more free slots
         self._spread = Spread(limits)
+        self._background = Background(limits.max_step_tokens)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
@@ -68,23 +70,56 @@ class PrefillPlanner:
         this admits."""
         chunks: list[Chunk] = []
         starts: list[SlotStart] = []
-        for sequence in self.prefilling:
+        background = self._background
+        background.begin_step()
+        later = [one for one in self.prefilling if is_background(one)]
+        first = [one for one in self.prefilling if not is_background(one)] if later else self.prefilling
+        budget = self._continue(first, budget, chunks)
+        background.is_paused = bool(later)
+        budget = self._admit_within(budget, chunks, starts, may_hold=not later)
+        if later:
+            background.is_paused = False
+            budget = self._continue(later, budget, chunks)
+            self._admit_within(budget, chunks, starts)
+        return chunks, starts
+
+    def _continue(self, sequences: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
+        """Append the next chunks of sequences that have a slot; return what is left of the budget."""
+        for sequence in sequences:
             if budget <= 0:
                 break
             if sequence.group.search is not None and not self._beams.may_prefill(sequence):
                 continue
-            chunks.append(self._chunk(sequence, budget))
-            budget -= chunks[-1].num_tokens
+            budget = self._append(sequence, budget, chunks)
+        return budget
+
+    def _admit_within(
+        self, budget: int, chunks: list[Chunk], starts: list[SlotStart], may_hold: bool = True
+    ) -> int:
+        """Admit sequences and append their first chunks; return what is left of the budget.
+
+        may_hold: free slots may stay empty where no chunk is planned yet, see HELD_SHARE."""
         least = budget - self._spread.tokens(len(self._waiting), self._cache.num_free_slots)
-        while budget > max(least, 0) and (chunks or not self._holds_back()):
+        while budget > max(least, 0) and (chunks or not (may_hold and self._holds_back())):
             admitted = self._admit()
             if admitted is None:
                 break
             beams = admitted.group.sequences if admitted.group.search is not None else [admitted]
             starts += [slot_start(sequence) for sequence in beams]
-            chunks.append(self._chunk(admitted, budget))
-            budget -= chunks[-1].num_tokens
-        return chunks, starts
+            budget = self._append(admitted, budget, chunks)
+        return budget
+
+    def _append(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Append the next chunk of the sequence, if the step has room for it; return what is left."""
+        room = budget
+        if is_background(sequence):
+            room = min(room, self._background.tokens_left)
+        if room > 0:
+            chunk = self._chunk(sequence, room)
+            chunks.append(chunk)
+            self._background.take(sequence, chunk.num_tokens)
+            budget -= chunk.num_tokens
+        return budget
 
     def take_rows(self, chunks: list[Chunk]) -> Rows | None:
         """Return the rows of the chunks of a step, None for no chunks; advance their lengths in the cache.
@@ -155,6 +190,8 @@ class PrefillPlanner:
             return Admission.NO_SLOT
         if not sequence.may_continue:
             return Admission.COMING
+        if self._background.tokens_left <= 0 and is_background(sequence):
+            return Admission.NO_SLOT  # those behind it have the same priority
         group, shift = sequence.group, self._shift(sequence)
         if group.search is not None:
             return self._beams.admit(group, shift, warm)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.batches import LOWEST_PRIORITY
+from tridecode.backend.base.priority import LOWEST_PRIORITY
 from tridecode.backend.batches.answer_files import AnswerFiles
 from tridecode.backend.batches.lines import InputLines, Request, count_lines
 from tridecode.backend.batches.meter import Meter

@@ -237,12 +237,12 @@ class Run:
         self.ends: dict[tuple[int, int], list[Event]] = defaultdict(list)
         self.beam_steps: dict[tuple[int, int], list[BeamStep]] = defaultdict(list)
 
-    def submit(self, request: int, *prompts: list[int], **params) -> None:
+    def submit(self, request: int, *prompts: list[int], priority: int = 0, **params) -> None:
         sequences = [
             SequenceRequest(np.array(prompt, np.int32).tobytes(), SamplingParams(**params))
             for prompt in prompts
         ]
-        self.scheduler.submit(DOOR, Submit(request, sequences))
+        self.scheduler.submit(DOOR, Submit(request, sequences, priority))
         self.take(self.scheduler.take_events())
 
     def step(self) -> None:
