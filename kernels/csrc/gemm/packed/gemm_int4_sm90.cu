@@ -138,8 +138,7 @@ __device__ __forceinline__ void add_up_chunks(float (&sums)[N / 4], int chunks, 
     const uint64_t b = descriptor(base + stage * S::kStageBytes, 1024);
     group_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      group_multiply_add_bytes<N>(c, a[k], later(b, 32 * k), k > 0);
+    for (int k = 0; k < 4; ++k) group_multiply_add_bytes<N>(c, a[k], later(b, 32 * k), k > 0);
     commit_group();
     const int held = stage;
     if (++stage == S::kStages) stage = 0, parity ^= 1;

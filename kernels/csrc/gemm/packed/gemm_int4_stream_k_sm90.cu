@@ -150,8 +150,7 @@ struct Int4Products {
     const uint64_t b = descriptor(base + stage * S::kStageBytes + chunk * S::kXBytes, 1024);
     group_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      multiply_add_columns<2 * N>(c, a[k], later(b, 32 * k), k > 0);
+    for (int k = 0; k < 4; ++k) multiply_add_columns<2 * N>(c, a[k], later(b, 32 * k), k > 0);
     commit_group();
   }
 
