@@ -9,10 +9,9 @@ import numpy as np
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
-from tridecode.backend.engine.schedule.background import Background, is_background
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner
 from tridecode.backend.engine.schedule.decode_planner import DecodePlanner
-from tridecode.backend.engine.schedule.prompt_spread import Spread
+from tridecode.backend.engine.schedule.prompt_spread import Background, Spread, is_background
 from tridecode.backend.engine.schedule.rows import Rows, adapters_of, slot_start, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.schedule.waiting import Admission, WaitingQueue

@@ -8,7 +8,7 @@ import pytest
 
 from tests.backend.engine.toy_device import Run, expected, limits
 from tridecode.backend.base.priority import LOWEST_PRIORITY
-from tridecode.backend.engine.schedule import background
+from tridecode.backend.engine.schedule import prompt_spread
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 LINE, OTHERS = [3] * 8, [5] * 8
@@ -16,8 +16,8 @@ LINE, OTHERS = [3] * 8, [5] * 8
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(background, "FEWEST_TOKENS", 12)
-    monkeypatch.setattr(background, "ATTENTIVE_STEPS", 6)
+    monkeypatch.setattr(prompt_spread, "FEWEST_TOKENS", 12)
+    monkeypatch.setattr(prompt_spread, "ATTENTIVE_STEPS", 6)
     yield
 
 
