@@ -122,8 +122,9 @@ class GrammarChecker:
         pairs = [socket.socketpair() for _ in range(self._count)]
         theirs = [pair[1] for pair in pairs]
         fds = [one.fileno() for one in theirs]
-        # -I: neither the working directory nor PYTHONPATH can shadow what is installed
-        command = [sys.executable, "-I", str(_CHILD), *self._arguments, *map(str, fds)]
+        # -I: the child searches the folders of this process and nothing else
+        folders = os.pathsep.join(path for path in sys.path if os.path.isabs(path))
+        command = [sys.executable, "-I", str(_CHILD), folders, *self._arguments, *map(str, fds)]
         try:
             self._process = subprocess.Popen(
                 command,

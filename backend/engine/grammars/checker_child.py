@@ -1,11 +1,11 @@
 """The processes that compile each grammar before the engine does: one that never ends harms only itself.
 
-    python -I checker_child.py FOLDER VOCAB_SIZE END_IDS MEMORY_BYTES FD...
+    python -I checker_child.py PATH FOLDER VOCAB_SIZE END_IDS MEMORY_BYTES FD...
 
-FOLDER: of the tokenizer. END_IDS: separated by commas. FD: connected sockets, one process for each. A frame
-is a length of 8 bytes and JSON: {"kind", "text", "cpu_ms"}, then {"fault", "reason"}, or the {"text"} of a
-schema to compile instead. The vocabulary is read once. Each grammar is compiled in a fork, which the kernel
-ends at its limits.
+PATH: the folders of sys.path of the engine's process. FOLDER: of the tokenizer. END_IDS: separated by
+commas. FD: connected sockets, one process for each. A frame is a length of 8 bytes and JSON: {"kind",
+"text", "cpu_ms"}, then {"fault", "reason"}, or the {"text"} of a schema to compile instead. The
+vocabulary is read once. Each grammar is compiled in a fork, which the kernel ends at its limits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:] = sys.argv.pop(1).split(os.pathsep)
 
 import numpy as np
 
