@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,6 +41,7 @@ class Pinning:
         self._pieces, self._device = pieces, device
         self._num_slots = sum(map(len, pieces))
         self._pinned: list[Tensor] = []
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
         self._pinned_slots = 0
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
 
@@ -64,9 +66,7 @@ class Pinning:
         """Stop, and unpin everything. No copy may be in flight."""
         self._stops = True
         self._thread.join()  # ends after the piece in its hands
-        for piece in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
-        self._pinned = []
+        _unpin(self._pinned)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -97,6 +97,14 @@ class Pinning:
     def _progress(self) -> str:
         found, wanted = (sum(one.nbytes for one in pieces) for pieces in (self._pinned, self._pieces))
         return f"the driver pinned {found:,} of {wanted:,} bytes"
+
+
+def _unpin(pieces: list[Tensor]) -> None:
+    """Unpin pieces, and forget them. The driver remembers pinned addresses that are unmapped, and then pins
+    and maps nothing else there.
+    """
+    while pieces:
+        torch.cuda.cudart().cudaHostUnregister(pieces.pop().data_ptr())
 
 
 def _populate(piece: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -69,6 +70,17 @@ def test_all_pieces_are_populated_and_pinned_in_order(driver: _Driver, memory: i
     assert list(driver.pinned) == [piece.data_ptr() for piece in pieces]
     assert sum(driver.pinned.values()) == SLOT * SLOTS
     assert os.fstat(memory).st_blocks * 512 >= SLOT * SLOTS, "memory is given before it is pinned"
+
+
+def test_memory_is_unpinned_before_it_is_unmapped(driver: _Driver, memory: int) -> None:
+    """One process may open an engine after another."""
+    pinning = Pinning(pieces_of(memory), GPU)
+    pinning.start()
+    pinning.join()
+    assert len(driver.pinned) == 4
+    del pinning
+    gc.collect()
+    assert not driver.pinned
 
 
 def test_a_piece_that_cannot_be_pinned_is_said_with_the_bytes_and_undone(

@@ -94,7 +94,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         device=job.device,
         weights="files" if job.directory else "random",
         max_sequences=job.at_a_time,
-        max_queued_requests=max(len(job.prompts), *job.batches),
+        max_queued_requests=max(1024, len(job.prompts), *job.batches),
         max_sequence_tokens=min(job.longest, model.max_positions),
         request_timeout_s=math.inf,  # all prompts of a workload arrive at once
         prefix_cache=job.prefix_cache,
