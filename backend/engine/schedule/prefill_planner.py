@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tridecode.backend.base.priority import LOWEST_PRIORITY
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.beam_planner import BeamPlanner
 from tridecode.backend.engine.schedule.decode_planner import DecodePlanner
-from tridecode.backend.engine.schedule.prompt_spread import Background, Spread, is_background
+from tridecode.backend.engine.schedule.prompt_spread import Spread
 from tridecode.backend.engine.schedule.rows import Rows, adapters_of, slot_start, top_log_probs_of
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
 from tridecode.backend.engine.schedule.waiting import Admission, WaitingQueue
@@ -22,6 +23,10 @@ from tridecode.backend.engine.step.plan import SlotStart
 #: that stays empty for a step costs 0.04 ms.
 HELD_SHARE, HELD_STEPS = 32, 8
 
+#: Steps in a row in which prompts of the lowest priority, the lines of batches, give way to others. 64 of
+#: 128 tokens take LLaMA-3-8B 90 ms on an H200, and a first token next to none of them takes 15 ms.
+PUT_OFF_STEPS = 8
+
 
 class Chunk(NamedTuple):
     """The known tokens of a sequence, from token `first` on, that one step computes."""
@@ -29,6 +34,11 @@ class Chunk(NamedTuple):
     sequence: Sequence
     first: int
     num_tokens: int
+
+
+def is_background(sequence: Sequence) -> bool:
+    """Return whether the sequence waits for everything else."""
+    return sequence.group.priority >= LOWEST_PRIORITY
 
 
 class PrefillPlanner:
@@ -54,7 +64,9 @@ class PrefillPlanner:
         self.prefilling: list[Sequence] = []
         self._held_steps = 0  # since sequences began to wait for more free slots
         self._spread = Spread(limits)
-        self._background = Background(limits.max_step_tokens)
+        self._only_others = False  # sequences of the lowest priority are refused, and whether one was
+        self._refused = False
+        self._put_off = 0  # steps in a row without the prompts of the lowest priority that wait
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
@@ -69,17 +81,20 @@ class PrefillPlanner:
         this admits."""
         chunks: list[Chunk] = []
         starts: list[SlotStart] = []
-        background = self._background
-        background.begin_step()
-        later = [one for one in self.prefilling if is_background(one)]
-        first = [one for one in self.prefilling if not is_background(one)] if later else self.prefilling
-        budget = self._continue(first, budget, chunks)
-        background.is_paused = bool(later)
-        budget = self._admit_within(budget, chunks, starts, may_hold=not later)
-        if later:
-            background.is_paused = False
-            budget = self._continue(later, budget, chunks)
-            self._admit_within(budget, chunks, starts)
+        background = [one for one in self.prefilling if is_background(one)]
+        others = [one for one in self.prefilling if not is_background(one)] if background else self.prefilling
+        budget = self._continue(others, budget, chunks)
+        self._only_others, self._refused = True, False
+        budget = self._admit_within(budget, chunks, starts, may_hold=not background)
+        self._only_others = False
+        if not (background or self._refused):
+            return chunks, starts
+        if chunks and self._put_off < PUT_OFF_STEPS:
+            self._put_off += 1
+            return chunks, starts
+        self._put_off = 0
+        budget = self._continue(background, budget, chunks)
+        self._admit_within(budget, chunks, starts, may_hold=False)
         return chunks, starts
 
     def _continue(self, sequences: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
@@ -89,7 +104,8 @@ class PrefillPlanner:
                 break
             if sequence.group.search is not None and not self._beams.may_prefill(sequence):
                 continue
-            budget = self._append(sequence, budget, chunks)
+            chunks.append(self._chunk(sequence, budget))
+            budget -= chunks[-1].num_tokens
         return budget
 
     def _admit_within(
@@ -105,19 +121,8 @@ class PrefillPlanner:
                 break
             beams = admitted.group.sequences if admitted.group.search is not None else [admitted]
             starts += [slot_start(sequence) for sequence in beams]
-            budget = self._append(admitted, budget, chunks)
-        return budget
-
-    def _append(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Append the next chunk of the sequence, if the step has room for it; return what is left."""
-        room = budget
-        if is_background(sequence):
-            room = min(room, self._background.tokens_left)
-        if room > 0:
-            chunk = self._chunk(sequence, room)
-            chunks.append(chunk)
-            self._background.take(sequence, chunk.num_tokens)
-            budget -= chunk.num_tokens
+            chunks.append(self._chunk(admitted, budget))
+            budget -= chunks[-1].num_tokens
         return budget
 
     def take_rows(self, chunks: list[Chunk]) -> Rows | None:
@@ -189,7 +194,8 @@ class PrefillPlanner:
             return Admission.NO_SLOT
         if not sequence.may_continue:
             return Admission.COMING
-        if self._background.tokens_left <= 0 and is_background(sequence):
+        if self._only_others and is_background(sequence):
+            self._refused = True
             return Admission.NO_SLOT  # those behind it have the same priority
         group, shift = sequence.group, self._shift(sequence)
         if group.search is not None:

@@ -101,7 +101,7 @@ def test_a_copied_slot_draws_what_the_original_would(sequences, order, before, s
 def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> None:
     state = started(sequences)
     columns = {name for name in SLOT.names if name in SamplingParams.__struct_fields__}
-    assert len(columns) == 15, columns
+    assert len(columns) == 16, columns
     for start in sequences:
         given_values = msgspec.structs.asdict(start.params)
         for name in columns:
