@@ -7,9 +7,9 @@ runs at the same time with a low priority, so that the second gets a processor w
 
 `--nightly` runs the tests that `make test` omits: those marked `nightly`, here or by thinning.py.
 
-If a part has at most AGAIN failures, they run again alone after both parts, because other load on the machine
-can exceed the limits of a few tests. A test that then passes is named in the output, counts as passed, and as
-a "rerun" in the closing line. A test that fails twice has failed.
+If a part has at most AGAIN failures and errors of fixtures, they run again alone after both parts, because
+other load on the machine can exceed the limits of a few tests. A test that then passes is named in the
+output, counts as passed, and as a "rerun" in the closing line. A test that fails twice has failed.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def after_second_run(first: Closing, second: Closing) -> Closing:
     """The counts of a part whose failures ran again."""
     counts = dict(first[0])
     passed = second[0].get("passed", 0)
-    counts["failed"] -= passed
+    counts |= {name: second[0].get(name, 0) for name in ("failed", "errors")}
     counts["passed"] = counts.get("passed", 0) + passed
     counts["rerun"] = passed
     return counts, first[1] + second[1]
@@ -199,8 +199,8 @@ def run_parts(
 
 def run_again(code: int, closing: Closing, part: str, words: Sequence[str]) -> tuple[int, Closing]:
     """Run a few failures of a part a second time, by the command `words`; return the result of the part."""
-    failed = closing[0].get("failed", 0)
-    if code != 1 or not 0 < failed <= AGAIN or closing[0].get("errors"):
+    failed = closing[0].get("failed", 0) + closing[0].get("errors", 0)
+    if code != 1 or not 0 < failed <= AGAIN:
         return code, closing
     print(f"\n{failed} failed: run again, alone", flush=True)
     code, second, _ = run(words, part)

@@ -94,7 +94,8 @@ def test_the_runner_prints_what_pytest_prints_and_ends_with_its_line():
     assert nothing.returncode == 5
 
 
-#: the first test fails the first time, the second one always, the third never
+#: the first test fails the first time, the second one always, the third never, and the fixture of the fourth
+#: the first time
 TRIES = """
 from pathlib import Path
 import pytest
@@ -104,14 +105,24 @@ def test_of(tries):
     path = Path({counts!r}) / str(tries)
     path.write_text(path.read_text() + "x" if path.exists() else "x")
     assert len(path.read_text()) >= tries
+
+@pytest.fixture
+def late():
+    path = Path({counts!r}) / "late"
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    assert len(path.read_text()) >= 2
+
+def test_late(late):
+    pass
 """
 
 
 @pytest.mark.parametrize(
     ("chosen", "code", "counts"),
     [
-        ((2, 1), 0, {"failed": 0, "passed": 2, "rerun": 1}),
-        ((9, 1), 1, {"failed": 1, "passed": 1, "rerun": 0}),
+        ((2, 1), 0, {"failed": 0, "passed": 2, "errors": 0, "rerun": 1}),
+        ((9, 1), 1, {"failed": 1, "passed": 1, "errors": 0, "rerun": 0}),
+        (("late", 1), 0, {"failed": 0, "passed": 2, "errors": 0, "rerun": 1}),
     ],
 )
 def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
@@ -119,7 +130,10 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
 ):
     (tmp_path / "test_tries.py").write_text(TRIES.format(counts=str(tmp_path)))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")  # not the project's
-    names = [f"{tmp_path}/test_tries.py::test_of[{tries}]" for tries in chosen]
+    names = [
+        f"{tmp_path}/test_tries.py::" + ("test_late" if tries == "late" else f"test_of[{tries}]")
+        for tries in chosen
+    ]
     words = parts.command
 
     def of_these_tests(part, given, cache, again=False, nightly=False):
@@ -135,7 +149,7 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
     assert "1 failed: run again, alone" in printed
     found = re.search(r"(\d) of 1 failed once and passed alone", printed)
     assert found and int(found[1]) == 1 - code
-    first = ({"failed": 1, "passed": 1}, 1.0)
+    first = ({"errors" if "late" in chosen else "failed": 1, "passed": 1}, 1.0)
     second = ({"passed": 1} if code == 0 else {"failed": 1}, 0.5)
     assert parts.after_second_run(first, second) == (counts, 1.5)
     assert ("1 rerun in" in parts.closing_line([counts], 1.5)) == (code == 0)

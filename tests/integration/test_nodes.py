@@ -154,7 +154,7 @@ def nodes(two_engines) -> Iterator[tuple[Node, Node]]:
         }
         made = [Node(index, host, root, two_engines, environment) for index, host in enumerate(hosts)]
         try:
-            wait_until(made[0].ready, 90, "readiness of node 0")
+            wait_until(made[0].ready, 240, "readiness of node 0")
             yield made[0], made[1]
         finally:
             for node in made:
