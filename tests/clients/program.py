@@ -24,8 +24,8 @@ class Program:
     it; its {model} is the served name. answers: it prints the line ANSWER and its text, which must be the
     server's answer, on a route of chats its answer to the chat. shows: a regular expression that its output
     must hold; never: one that it must not. options: of build-repo, needed where the default repository does
-    not do. source: a file of a source checkout (--sources); without it the requests `recorded`, pairs of
-    client and model, are sent in its place. why: the reason for an expected failure; empty: it should pass.
+    not do. source: a file of a source checkout (--sources); without it, the test sends `recorded` instead:
+    requests, pairs of client and model. why: the reason for an expected failure; empty: it should pass.
     flag: what the command has that the program's own documentation has not.
     """
 

@@ -1,8 +1,8 @@
 """Makes the texts of responses into tensors in a fraction of the time that python_backend needs.
 
-For each text tensor Triton 2.51 calls `serialize_byte_tensor` of its Python module, which walks the array
-with numpy's iterator. Most responses hold one text; `install` puts a function in its place that treats one
-text separately. Most texts are one or two tokens, and some hundred of those are half of a language:
+For each text tensor Triton 2.51 calls `serialize_byte_tensor` of its Python module. That function walks the
+array by numpy's iterator. `install` replaces it by one that treats a single text separately, since most
+responses hold one text. Most texts are one or two tokens, and some hundred of those are half of a language:
 TextTensors sends their tensors again.
 """
 

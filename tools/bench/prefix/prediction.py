@@ -39,7 +39,8 @@ def cost_of(job: Job, card: str) -> StepCost | None:
 def predicted_rate(traffic: Traffic, limits: SchedulerLimits, cost: StepCost, use: str) -> float:
     """Return the output tokens per second of a load. use: SamplingParams.cache.
 
-    Two steps are in flight, as in the serving loop; the host is never the limit, and there is no host tier.
+    The simulation keeps two steps in flight, as the serving loop does. It neglects the host and has
+    no host tier.
     """
     return _Simulation(traffic, limits, cost, use).rate()
 

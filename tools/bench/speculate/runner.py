@@ -18,6 +18,7 @@ from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.wire import messages as m
 from tridecode.tools.bench.loop_runner import BatchDoors, RecordedLoop
+from tridecode.tools.bench.measure import steady_gaps
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ class SpeculationRunner:
         times = doors.run.token_times
         decode_s = max(one[-1] for one in times) - max(one[0] for one in times)
         steps = doors.run.steps
-        full = [step.decodes == len(prompts) and not step.prompt_tokens for step in steps]
-        gaps = [steps[i].time - steps[i - 1].time for i in range(1, len(steps)) if full[i - 1] and full[i]]
+        gaps = steady_gaps(steps, len(prompts))
         step_ms = 1000 * statistics.median(gaps) if gaps else float("nan")
         drafted, accepted = sum(learning.drafted.values()), sum(learning.accepted.values())
         decoding = sum(step.decodes > 0 for step in steps)

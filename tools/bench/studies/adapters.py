@@ -33,6 +33,7 @@ from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.kernel_classes import plain_name
 from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
 
 _REPLAYS = 20
@@ -74,13 +75,7 @@ def cases(rows: int) -> dict[str, list[str]]:
 def step_ms(runner: LoopRunner, prompts: list[list[int]], tokens: int, names: list[str]) -> float:
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner.generate(prompts, tokens, adapters=names)
-    steps = runner.take_run().steps
-    full = [
-        1000 * (step.time - before.time)
-        for before, step in zip(steps, steps[1:])
-        if before.decodes == step.decodes == len(prompts) and not step.prompt_tokens
-    ]
-    return statistics.median(full)
+    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
 
 
 def profile(engine: Engine, store: AdapterStore, rows: int) -> None:

@@ -26,6 +26,7 @@ from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
@@ -71,12 +72,7 @@ def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[Samplin
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner = LoopRunner(engine, params=params)
     runner.generate(prompts, _TOKENS)
-    steps = runner.take_run().steps
-    return statistics.median(
-        1000 * (step.time - before.time)
-        for before, step in zip(steps, steps[1:])
-        if before.decodes == step.decodes == len(prompts) and not step.prompt_tokens
-    )
+    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
 
 
 class _Spaced(LoopRunner):

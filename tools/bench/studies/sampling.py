@@ -24,6 +24,7 @@ from tridecode.backend.wire.sampling_params import MAX_BIASES
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
@@ -55,13 +56,7 @@ def step_ms(engine: Engine, prompts: list[list[int]], tokens: int, params: Sampl
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner = LoopRunner(engine, params=params)
     runner.generate(prompts, tokens)
-    steps = runner.take_run().steps
-    full = [
-        1000 * (step.time - before.time)
-        for before, step in zip(steps, steps[1:])
-        if before.decodes == step.decodes == len(prompts) and not step.prompt_tokens
-    ]
-    return statistics.median(full)
+    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
 
 
 def main() -> None:
