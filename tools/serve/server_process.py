@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,19 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise TridecodeError(f"the server was not ready after {timeout_s:g} s:\n{self._log_end()}")
             time.sleep(0.1)
+        self._wait_for_metrics(deadline)
+
+    def _wait_for_metrics(self, deadline: float) -> None:
+        """Wait until the metrics port accepts connections: Triton opens it after the server is ready."""
+        while True:
+            try:
+                socket.create_connection((triton_access.LOOPBACK, self.metrics_port), timeout=1.0).close()
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise TridecodeError(f"the server opened no metrics port:\n{self._log_end()}") from None
+                time.sleep(0.02)
+            else:
+                return
 
     def _log_end(self) -> str:
         return "\n".join(self.log().splitlines()[-LOG_LINES:])

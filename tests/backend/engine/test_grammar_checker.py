@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -178,11 +179,13 @@ def test_a_preempted_sequence_that_waits_for_its_mask_lets_others_in(monkeypatch
     """Its mask comes when the other request has ended."""
     offline, advance = constrained_engine(max_sequences=2), Guidance.advance
     scheduler = offline.scheduler
-    held: list[bool] = []
+    open_gate, waits = threading.Event(), threading.Event()
+    open_gate.set()
 
     def slow(self: Guidance, *given: object) -> object:
-        while held:
-            time.sleep(0.001)
+        if not open_gate.is_set():
+            waits.set()
+            open_gate.wait()
         return advance(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Guidance, "advance", slow)
@@ -190,9 +193,8 @@ def test_a_preempted_sequence_that_waits_for_its_mask_lets_others_in(monkeypatch
     while not offline.generations[number].tokens:
         offline.step()
     try:
-        held.append(True)
-        known = len(offline.generations[number].tokens)
-        while len(offline.generations[number].tokens) == known:
+        open_gate.clear()
+        while not waits.is_set():
             offline.step()
         (sequence,) = [one for group in scheduler.requests.of_request((b"offline", number))
                        for one in group.sequences]  # fmt: skip
@@ -205,7 +207,7 @@ def test_a_preempted_sequence_that_waits_for_its_mask_lets_others_in(monkeypatch
             assert time.monotonic() < until, "it waits for the mask of another request"
         assert not offline.generations[number].finish
     finally:
-        held.clear()
+        open_gate.set()
     offline.run()
     answer = offline.generations[number]
     assert answer.finish == "end_id" and len(tiny_tokenizer().decode(answer.tokens[:-1])) == 30
