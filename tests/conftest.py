@@ -22,6 +22,8 @@ from tridecode.backend.base.threads import spin_briefly
 if TYPE_CHECKING:
     from tests.desk import Desk
 
+LONG_S = 900  # limit of a nightly proof and of a test on a GPU; pyproject.toml has that of all others
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=parts.PARTS, help="of the suite, see tests/parts.py; default: both")
@@ -55,6 +57,9 @@ def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Put files with slow tests first, and singly distributed tests after other slow ones, so that no process
     still has a long file when the others have ended."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("nightly", "gpu")):
+            item.add_marker(pytest.mark.timeout(LONG_S))
     thinning.thin(items)
     others = {item for item in items if is_left_out(item, config)}
     if others:

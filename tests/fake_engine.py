@@ -209,7 +209,7 @@ class FakeEngine:
 
     def start(self) -> FakeEngine:
         self._thread.start()
-        assert self._bound.wait(5), f"the fake engine did not bind {self.endpoint}"
+        assert self._bound.wait(60), f"the fake engine did not bind {self.endpoint}"
         return self
 
     def stop(self) -> None:
@@ -222,7 +222,7 @@ class FakeEngine:
         """Stop steps, answers and heartbeats until thaw()."""
         self._is_frozen.clear()
         self._frozen.set()
-        assert self._is_frozen.wait(5), "the fake engine did not freeze"
+        assert self._is_frozen.wait(60), "the fake engine did not freeze"
 
     def thaw(self) -> None:
         self._frozen.clear()
@@ -444,7 +444,7 @@ class FakeSupervisor:
 
     def start(self) -> FakeSupervisor:
         self._thread.start()
-        assert self._bound.wait(5), f"the fake supervisor did not bind {self.endpoint}"
+        assert self._bound.wait(60), f"the fake supervisor did not bind {self.endpoint}"
         return self
 
     def stop(self) -> None:

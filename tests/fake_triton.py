@@ -311,7 +311,7 @@ def initialize_arguments(config: dict, repository: str = "/nowhere") -> dict[str
     }
 
 
-def ask(door: Any, request: InferenceRequest, timeout_s: float = 10.0) -> list[Sent]:
+def ask(door: Any, request: InferenceRequest, timeout_s: float = 60.0) -> list[Sent]:
     """Run one request through the door until its end; returns the responses in order."""
     answer = door.execute([request])
     if answer is not None and answer[0] is not None:

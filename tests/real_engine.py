@@ -52,7 +52,7 @@ class RealEngine:
     def _beat(self) -> m.EngineBeat:
         return m.EngineBeat(self.epoch, 0, self._status.steps, 0.0)
 
-    def idle(self, timeout_s: float = 5.0) -> bool:
+    def idle(self, timeout_s: float = 60.0) -> bool:
         """Return whether all requests end within the time."""
         deadline = time.monotonic() + timeout_s
         while self.scheduler.has_work and time.monotonic() < deadline:

@@ -125,7 +125,7 @@ class Request:
             self.last = result.as_numpy("output_ids")
 
     def wait_error(self) -> str:
-        assert self.done.wait(5)
+        assert self.done.wait(60)
         return self.error
 
     def close(self) -> None:
@@ -196,17 +196,17 @@ class Service:
     def streaming(self, model: str = "fastertransformer", tokens: int = 450, resume: bool = True) -> Request:
         """A long request whose first tokens have come."""
         request = self.request(model, tokens, resume=resume)
-        wait_until(lambda: request.responses > 2, 10, f"a stream of {model}; error: {request.error}")
+        wait_until(lambda: request.responses > 2, 60, f"a stream of {model}; error: {request.error}")
         return request
 
     def answers(self, model: str = "fastertransformer") -> bool:
         """Return whether a new request succeeds."""
         request = self.request(model)
-        return request.done.wait(10) and not request.error and request.responses > 0
+        return request.done.wait(60) and not request.error and request.responses > 0
 
     def wait_reloaded(self, times: int = 1) -> float:
         """Seconds until that many doors have been reloaded."""
-        return wait_until(lambda: self.server.log().count("is back after") == times, 8, "the reload")
+        return wait_until(lambda: self.server.log().count("is back after") == times, 60, "the reload")
 
     def door(self, model: str) -> psutil.Process:
         for stub in self.triton.children():

@@ -99,11 +99,11 @@ def test_requests_use_both_engines_and_get_transformers_tokens(two: TwoEngines) 
         steps = two.gauges("tridecode_engine_steps_total")
         return sorted(engine for engine, number in steps.items() if number >= before.get(engine, 0) + 20)
 
-    wait_until(lambda: used() == ["fastertransformer:0", "fastertransformer:1"], 10, "steps of both engines")
+    wait_until(lambda: used() == ["fastertransformer:0", "fastertransformer:1"], 60, "steps of both engines")
     assert sorted({content.state.epoch for content in two.states().values()}) == [1]
     address, name = f"127.0.0.1:{two.service.server.metrics_port}", "tridecode_request_seconds_count"
     # the doors of both engines add to one series
-    wait_until(lambda: value(text_of(address), name, model=DOORS[0]) == len(prompts), 5, "the requests")
+    wait_until(lambda: value(text_of(address), name, model=DOORS[0]) == len(prompts), 60, "the requests")
     families(text_of(address))
 
 
@@ -173,7 +173,7 @@ def test_the_openai_service_uses_both_engines_and_serves_while_one_is_rebuilt(tw
         )
         killed = next(folder for folder, content in two.states().items())
         os.kill(two.engine_pid(killed), signal.SIGKILL)
-        wait_until(lambda: two.states()[killed].state.phase != "ready", 10, "the engine's end")
+        wait_until(lambda: two.states()[killed].state.phase != "ready", 60, "the engine's end")
         short = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0}}
         answer = httpx.post(f"{url}/inference/v1/generate", json=short, timeout=60)
         assert answer.json()["choices"][0]["token_ids"] == wanted[:4]
@@ -197,6 +197,6 @@ def test_health_is_that_of_all_engines(two: TwoEngines) -> None:
             return True
         return False
 
-    wait_until(refused, 5, "an unhealthy answer")
+    wait_until(refused, 60, "an unhealthy answer")
     wait_until(lambda: not refused(), 30, "a healthy answer")
     assert two.states()[folder].state.epoch > content.state.epoch

@@ -83,7 +83,7 @@ class Node:
         return found[0].state if found else None
 
     def ready(self) -> bool:
-        return self.host.call(_is_ready).result(10)
+        return self.host.call(_is_ready).result(60)
 
     def ask(self, row: list[int], count: int, engine: str = MODEL) -> list[int]:
         """A request on this node, and its answer."""
@@ -188,7 +188,7 @@ def failures_of(first: Node, strike) -> list[tuple[str, float]]:
     """The error of a long request of each engine that is open when `strike` happens, and the seconds until
     it came."""
     requests = [first.later([5, 9, 11], LONG, engine, resume=False) for engine in ENGINES]
-    wait_until(lambda: all(_running(first, engine) for engine in ENGINES), 10, "requests in the engines")
+    wait_until(lambda: all(_running(first, engine) for engine in ENGINES), 60, "requests in the engines")
     time.sleep(0.3)
     assert not any(request.done() for request in requests), "a request ended too early"
     strike()
@@ -217,10 +217,10 @@ def test_a_cut_cable_ends_requests_with_the_node_s_name_and_a_healed_one_brings_
     for text, seconds in failures_of(first, lambda: second.host.plug("down")):
         assert seconds < ERROR_S
         assert "node 1 (" in text and "with rank 1 has been silent for" in text and "network" in text
-    wait_until(lambda: not second.processes("tridecode.backend.engine"), 10, "the end of the ranks there")
+    wait_until(lambda: not second.processes("tridecode.backend.engine"), 60, "the end of the ranks there")
     for engine in ENGINES:
-        wait_until(lambda: "waiting for node 1" in first.state(engine).detail, 5, "node 0 to wait")  # noqa: B023
-        wait_until(lambda: "node 0 is silent" in second.state(engine).detail, 5, "node 1 to wait")  # noqa: B023
+        wait_until(lambda: "waiting for node 1" in first.state(engine).detail, 60, "node 0 to wait")  # noqa: B023
+        wait_until(lambda: "node 0 is silent" in second.state(engine).detail, 60, "node 1 to wait")  # noqa: B023
     second.host.plug("up")
     back = wait_until(lambda: answers(first, model), BACK_S, "answers after the cable is back")
     print(f"cut: errors after {seconds:.1f} s; healed: answers after {back:.1f} s")

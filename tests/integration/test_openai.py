@@ -36,7 +36,7 @@ def server(repository: Path, port: int) -> Iterator[ServerProcess]:
     with running_server(repository, options=["--openai-port", str(port)]) as server:
         wait_until(lambda: healthy(port), 30, "the OpenAI service")
         yield server
-    wait_until(lambda: not front_pids(repository), 10, "the end of the service")
+    wait_until(lambda: not front_pids(repository), 60, "the end of the service")
 
 
 def get(port: int, path: str) -> int:
@@ -123,7 +123,7 @@ def test_sigterm_lets_the_streams_of_the_service_end(repository: Path) -> None:
             assert last is not None and last.choices[0].finish_reason == "length"
         assert len(set(texts)) == 1
         assert server.process.wait(60) == 0
-    wait_until(lambda: set(front_pids(repository)) <= before, 10, "the end of the service")
+    wait_until(lambda: set(front_pids(repository)) <= before, 60, "the end of the service")
 
 
 def ending(stream: openai.Stream) -> str:
@@ -151,4 +151,4 @@ def test_sigterm_ends_streams_that_take_too_long_with_a_reason(repository: Path)
         # on an overloaded machine the service may be killed before it has written the errors
         assert all("SIGTERM" in end for end in ends if end != "closed"), ends
         assert server.process.wait(60) == 0
-    wait_until(lambda: set(front_pids(repository)) <= before, 10, "the end of the service")
+    wait_until(lambda: set(front_pids(repository)) <= before, 60, "the end of the service")

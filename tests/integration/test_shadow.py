@@ -53,7 +53,7 @@ class Shadowed:
         """Wait until shadow runs are in progress; they take longer than the page's interval of a second."""
         for first in (3, 4, 5, 6):
             self.ask([first], LONG)
-        wait_until(lambda: self.metrics()["queued"] >= 1, 10, "a shadow run that is under way")
+        wait_until(lambda: self.metrics()["queued"] >= 1, 60, "a shadow run that is under way")
 
     def metrics(self) -> dict[str, float]:
         """Return the page's values of shadow runs by name and labels, without the engine's label."""

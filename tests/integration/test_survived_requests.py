@@ -95,4 +95,4 @@ def test_who_may_call_what(service):
 def test_no_region_of_shared_memory_is_readable_by_others(service):
     regions = [SHM / name for name in os.listdir(SHM) if name.startswith(service._shm_prefix)]
     assert len(regions) == 3
-    wait_until(lambda: all(region.stat().st_mode & 0o077 == 0 for region in regions), 2)
+    wait_until(lambda: all(region.stat().st_mode & 0o077 == 0 for region in regions), 60)

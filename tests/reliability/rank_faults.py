@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.reliability.rank_service import ADAPTER, Answer, RankService, write_model
 from tests.reliability.report import table
+from tests.waiting import wait_until
 from tridecode.backend.engine.ranks.agreement import CHECK_STEPS
 from tridecode.backend.supervisor import processes
 
@@ -136,7 +137,7 @@ class Strikes:
 
     def check_answer(self, service: RankService, row: Row) -> None:
         answer = service.submit(PROMPT, 8)
-        assert answer.done.wait(10) and not answer.error, f"no answer: {answer.error}"
+        assert answer.done.wait(60) and not answer.error, f"no answer: {answer.error}"
         self.tokens = self.tokens or answer.tokens
         if answer.tokens != self.tokens:
             row.complaint = f"tokens {answer.tokens}, wanted {self.tokens}"
@@ -226,7 +227,7 @@ class RankRange(Strikes):
         service.wait("ready")
         wanted, epoch = ask(), 1
         if accident.point == "copy-in":
-            time.sleep(1.0)  # an idle engine copies what waits
+            wait_until(lambda: self._blocks_in_tier(service) >= len(LONG_PROMPT) // 8, what="copies out")
             os.kill(service.pids()[0], signal.SIGKILL)
             service.wait("ready", epoch=2)
             answers, epoch = [service.submit(LONG_PROMPT, 8)], 2
@@ -250,6 +251,10 @@ class RankRange(Strikes):
             row.complaint = "a block that was half written is found"
         if accident.point == "copy-in" and not metrics['cached_prompt_tokens{tier="host"}']:
             row.complaint = "no block came from the host tier"
+
+    @staticmethod
+    def _blocks_in_tier(service: RankService) -> float:
+        return service.metrics().get('host_blocks{state="cached"}', 0)
 
     def _strike_at_the_end(self, service: RankService, accident: Accident, row: Row) -> None:
         """The supervisor is asked to end; it does, with all ranks, although one of them cannot."""

@@ -199,7 +199,7 @@ class RankService:
         self._owner.kill()
         self._owner.wait()
         try:
-            wait_until(lambda: not self.pids(), 10, "the end of all ranks")
+            wait_until(lambda: not self.pids(), 60, "the end of all ranks")
         finally:
             for pid in self.pids():
                 with suppress(ProcessLookupError):

@@ -54,13 +54,13 @@ def running(
 def after_a_pause(door: Any, request: fake_triton.InferenceRequest) -> list[fake_triton.Sent]:
     """Responses of a `running` door to a client that reads the first one after all was generated."""
     gate = threading.Event()
-    request.sender.before_send = lambda: gate.wait(5)
+    request.sender.before_send = lambda: gate.wait(60)
     before = len(door.test_engine.submits)
     door.execute([request])
     wait_until(lambda: len(door.test_engine.submits) > before and door.test_engine.running == 0)
     time.sleep(0.1)  # the last events are in flight to the door
     gate.set()
-    assert request.sender.wait(5)
+    assert request.sender.wait(60)
     return request.sender.sent
 
 

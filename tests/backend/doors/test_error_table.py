@@ -89,7 +89,7 @@ def send(door, *requests: Arrays) -> list[list[fake_triton.Sent]]:
     sent = [fake_triton.InferenceRequest(arrays) for arrays in requests]
     door.execute(sent)
     for one in sent:
-        assert one.sender.wait(10)
+        assert one.sender.wait(60)
     return [one.sender.sent for one in sent]
 
 

@@ -353,7 +353,7 @@ def test_many_streams_that_a_door_keeps_up_with_are_not_merged():
         requests = [fake_triton.InferenceRequest(tensors([[i, i + 1]], 12)) for i in range(100, 148)]
         door.execute(requests)
         for request in requests:
-            assert request.sender.wait(10)
+            assert request.sender.wait(60)
             assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 15))
 
 
@@ -397,7 +397,7 @@ def test_a_door_that_falls_behind_merges_and_loses_nothing():
         began = time.monotonic()
         door.execute(requests)
         for i, request in enumerate(requests):
-            assert request.sender.wait(10)
+            assert request.sender.wait(60)
             check_slow(i, request.sender.sent)
             assert len(request.sender.sent) < 60
         assert time.monotonic() - began < 8 * 120 * 0.005 / 4  # what 4 senders would take one by one
@@ -693,7 +693,7 @@ def test_a_cancelled_client_ends_the_request_everywhere():
         door.execute([request])
         wait_until(lambda: request.sender.sent)
         request.cancel()
-        assert request.sender.wait(2)
+        assert request.sender.wait(60)
         assert request.sender.sent[-1].error.code() == fake_triton.TritonError.CANCELLED
         wait_until(lambda: door.test_engine.running == 0)
 
@@ -712,7 +712,7 @@ def test_a_dead_engine_ends_every_open_request_once():
         door.test_engine.stop()
         door.test_supervisor.set_phase("down", "rank 1 did not finish its step")
         for request in requests:
-            assert request.sender.wait(3)
+            assert request.sender.wait(60)
             last = request.sender.sent[-1]
             assert last.error.code() == fake_triton.TritonError.UNAVAILABLE
             assert "rank 1 did not finish its step" in last.error.message()
@@ -752,7 +752,7 @@ def test_many_requests_at_once_get_their_own_tokens(door):
     requests = {i: fake_triton.InferenceRequest(tensors([[i, i + 1]], 8)) for i in range(100, 160)}
     door.execute(list(requests.values()))
     for i, request in requests.items():
-        assert request.sender.wait(10)
+        assert request.sender.wait(60)
         assert only(request.sender.sent)["output_ids"][0, 0, 2:].tolist() == said([i, i + 1], 8)
 
 
@@ -768,7 +768,7 @@ def test_a_request_is_let_go_when_it_has_ended(door, case):
         fake_triton.ask(door, request)
         request.sender._request = None  # a cycle of the stand-in itself
         del request
-        wait_until(lambda: held() is None, 1)
+        wait_until(lambda: held() is None, 60)
     finally:
         gc.enable()
 
@@ -783,9 +783,9 @@ def test_a_door_counts_the_requests_that_only_it_can_end(decoupled):
         requests = [fake_triton.InferenceRequest(tensors([[5, 6]], length)) for length in (2, 90, 90)]
         bad = fake_triton.InferenceRequest({})
         door.execute([*requests, bad])
-        assert requests[0].sender.wait(5) and bad.sender.wait(5)
+        assert requests[0].sender.wait(60) and bad.sender.wait(60)
         wait_until(lambda: count() == 2)
         requests[1].cancel()
         wait_until(lambda: count() == 1)
-        assert requests[2].sender.wait(5)
+        assert requests[2].sender.wait(60)
         wait_until(lambda: count() == 0)

@@ -139,7 +139,7 @@ def test_a_cancelled_round_leaves_the_session_as_it_was():
         door.execute([request])
         wait_until(lambda: door.test_engine.running)
         request.cancel()
-        assert request.sender.wait(5)
+        assert request.sender.wait(60)
         assert ids_of(fake_triton.ask(door, a_round(1, [[13]], 1))) == [[*first, 13, *said([*first, 13], 1)]]
 
 
@@ -148,7 +148,7 @@ def test_rounds_that_come_at_once_are_answered_in_order():
         requests = [start(1, [[11]], 3), a_round(1, [[12] * 40], 3), a_round(1, [[13]], 3, end=True)]
         requests += [start(2, [[21]], 3), a_round(2, [[22]], 3)]
         door.execute(requests)
-        assert all(request.sender.wait(5) for request in requests)
+        assert all(request.sender.wait(60) for request in requests)
         for talk in (requests[:3], requests[3:]):
             history: list[int] = []
             for request in talk:
@@ -173,8 +173,8 @@ def test_too_many_waiting_rounds_are_refused():
     with serving(step_s=0.02) as door:
         rounds = [start(1, [[11]], 10), *(a_round(1, [[12]], 1) for _ in range(17))]
         door.execute(rounds)
-        assert refusal(rounds[-1].sender.sent if rounds[-1].sender.wait(5) else [])[0] == "UNAVAILABLE"
-        assert all(request.sender.wait(5) and only(request.sender.sent) for request in rounds[:-1])
+        assert refusal(rounds[-1].sender.sent if rounds[-1].sender.wait(60) else [])[0] == "UNAVAILABLE"
+        assert all(request.sender.wait(60) and only(request.sender.sent) for request in rounds[:-1])
 
 
 def test_places_without_a_request_are_answered_with_nothing(door):

@@ -352,13 +352,13 @@ def test_a_missing_required_input_is_named_though_the_number_of_inputs_is_right(
 
 
 def test_a_client_that_cancels_frees_the_engine(server, client):
-    stream = Streaming(client)
+    stream, before = Streaming(client), len(server.engine.cancels)
     server.engine.next_token = lambda history, generated, params, vocab_size: 300
     try:
         stream.ask(TEXT, text_request(450, stream=True))
         stream.next()
         client.stop_stream(cancel_requests=True)
-        wait_until(lambda: server.engine.running == 0, 1.5)  # 450 steps would take longer
+        wait_until(lambda: len(server.engine.cancels) > before and server.engine.running == 0)
     finally:
         server.engine.next_token = lambda h, generated, p, v: [*ANSWER_IDS, EOS][generated]
 

@@ -95,7 +95,7 @@ def test_a_log_that_nobody_reads_delays_nobody_and_what_is_left_out_is_counted(p
         found += text_of(read)
         return "requests_left_out" in found
 
-    wait_until(drained, 5, "the summary")
+    wait_until(drained, 60, "the summary")
     log.close()
     found += text_of(read)
     lines = found.splitlines()
@@ -120,7 +120,7 @@ def test_a_closed_log_ends_quietly(pipe):
     log = RequestLog("m", write).start()
     os.close(read)
     log.put(a_line())
-    wait_until(lambda: not log._thread.is_alive(), 5, "the end of the thread")
+    wait_until(lambda: not log._thread.is_alive(), 60, "the end of the thread")
     log.put(a_line())
     os.close(write)
 

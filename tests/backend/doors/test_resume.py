@@ -56,7 +56,7 @@ def supervisor(engine):
 @pytest.fixture()
 def link(supervisor):
     link = link_to(supervisor)
-    link.wait_ready(5)
+    link.wait_ready(60)
     yield link
     link.close()
 
@@ -82,7 +82,7 @@ def test_64_requests_continue_with_the_tokens_of_an_undisturbed_run(link, engine
     wait_until(lambda: all(len(done.events) > 20 for done in requests))
     with rebuilt(engine, supervisor) as following:
         for i, done in enumerate(requests):
-            assert done.wait(10)[-1].finish == "length"
+            assert done.wait(60)[-1].finish == "length"
             assert done.tokens() == toy_tokens([4, i], 200, m.SamplingParams(**params), LIMITS.vocab_size)
         assert len(following.submits) == 64 and all(one.sent[0].tokens for one in following.submits)
     assert link.resumed().requests == 64 and link.resumed().wait_s > 0
@@ -95,7 +95,7 @@ def test_samples_and_prompts_of_one_request_continue_each_where_it_was(link, eng
     samples = sequence([4], max_tokens=200, top_k=0, seed=3, num_return_sequences=3)
     done = begin(link, samples, sequence([5], max_tokens=2))
     with rebuilt(engine, supervisor):
-        done.wait(10)
+        done.wait(60)
     for i in range(3):
         one = msgspec.structs.replace(params, seed=3 + i)
         assert done.tokens(i) == toy_tokens([4], 200, one, LIMITS.vocab_size)
@@ -107,7 +107,7 @@ def test_beams_continue_behind_the_steps_that_were_sent(link, engine, supervisor
     params = m.SamplingParams(max_tokens=100, beam_width=3)
     done = begin(link, sequence([4], max_tokens=100, beam_width=3))
     with rebuilt(engine, supervisor):
-        done.wait(10)
+        done.wait(60)
     assert [event.beams for event in done.events] == toy_beam_steps(params)
 
 
@@ -116,7 +116,7 @@ def test_a_request_without_a_token_is_begun_again(link, engine, supervisor):
     done = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=20)], done, resume_within_s=30.0)
     with rebuilt(engine, supervisor):
-        done.wait(10)
+        done.wait(60)
     assert done.tokens() == toy_tokens([4], 20, m.SamplingParams(), LIMITS.vocab_size)
 
 
@@ -125,11 +125,11 @@ def test_a_request_that_kills_engines_kills_two_and_ends(link, engine, superviso
     with rebuilt(engine, supervisor, step_s=STEP_S) as second:
         wait_until(lambda: second.running)
         with rebuilt(second, supervisor) as third:
-            last = done.wait(5)[-1]
+            last = done.wait(60)[-1]
             assert (last.finish, last.code) == ("error", "UNAVAILABLE") and REASON in last.error
-            link.wait_ready(5)
+            link.wait_ready(60)
             other = begin(link, sequence([5], max_tokens=20))
-            other.wait(5)
+            other.wait(60)
             assert len(third.submits) == 1
 
 
@@ -138,8 +138,8 @@ def test_a_request_that_does_not_wait_ends_with_the_reason(link, engine, supervi
     short = begin(link, sequence([4], max_tokens=400), resume_within_s=0.2)
     engine.stop()
     supervisor.set_phase("down", REASON)
-    assert REASON in declines.wait(1)[-1].error
-    assert short.wait(2)[-1].error == (
+    assert REASON in declines.wait(60)[-1].error
+    assert short.wait(60)[-1].error == (
         f"the engine is down: {REASON}; no other engine was ready in time to continue the request"
     )
 
@@ -151,25 +151,25 @@ def test_an_engine_that_cannot_come_back_ends_those_that_wait(link, engine, supe
     wait_until(lambda: link.state().phase == "down")
     assert not done.events[-1].finish
     supervisor.set_phase("failed", "config.ini: head_num is 0")
-    assert "head_num is 0" in done.wait(2)[-1].error
+    assert "head_num is 0" in done.wait(60)[-1].error
 
 
 def test_an_engine_that_has_dropped_the_door_continues_its_requests(link, engine):
     done = begin(link, sequence([4], max_tokens=300))
     engine.forget_doors()
-    assert done.wait(10)[-1].finish == "length"
+    assert done.wait(60)[-1].finish == "length"
     assert done.tokens() == toy_tokens([4], 300, m.SamplingParams(), LIMITS.vocab_size)
     assert len(engine.submits) == 2
 
 
 def test_an_engine_that_was_frozen_continues_its_requests(engine, supervisor):
     link = link_to(supervisor, engine_silent_s=0.8)
-    link.wait_ready(5)
+    link.wait_ready(60)
     done = begin(link, sequence([4], max_tokens=300))
     engine.freeze()
-    wait_until(lambda: link.state().phase == "starting", 3)
+    wait_until(lambda: link.state().phase == "starting", 60)
     engine.thaw()
-    assert done.wait(10)[-1].finish == "length"
+    assert done.wait(60)[-1].finish == "length"
     assert done.tokens() == toy_tokens([4], 300, m.SamplingParams(), LIMITS.vocab_size)
     link.close()
 
@@ -185,13 +185,13 @@ def test_a_supervisor_that_is_replaced_with_its_engine_ends_no_request(engine, s
     link = EngineLink(
         "/models/toy", "test", Owner.this_process(), ensure=ensure, silent_s=0.6, engine_silent_s=0.9
     ).start()
-    link.wait_ready(5)
+    link.wait_ready(60)
     done = begin(link, sequence([4], max_tokens=300))
     with FakeEngine(epoch=2) as following, FakeSupervisor(following) as other:
         found.append(other.endpoint)
         engine.freeze()
         supervisor.silence()
-        assert done.wait(10)[-1].finish == "length"
+        assert done.wait(60)[-1].finish == "length"
         assert done.tokens() == toy_tokens([4], 300, m.SamplingParams(), LIMITS.vocab_size)
         engine.thaw()
         link.close()
@@ -326,7 +326,7 @@ def test_a_stream_of_every_contract_is_unbroken(kind, repository):
     with serving(kind, repository, step_s=STEP_S) as door:
         request = stream(door, arrays())
         with rebuilt(door.test_engine, door.test_supervisor):
-            assert request.sender.wait(10)
+            assert request.sender.wait(60)
             assert told(request.sender.sent) == wanted
             door.metrics.publish()
 
@@ -336,7 +336,7 @@ def test_a_stream_that_declines_ends_with_the_reason(kind, repository):
     with serving(kind, repository, step_s=STEP_S) as door:
         request = stream(door, DOORS[kind][3](resume=False))
         with rebuilt(door.test_engine, door.test_supervisor) as following:
-            assert request.sender.wait(3)
+            assert request.sender.wait(60)
             error = request.sender.sent[-1].error
             assert error.code() == fake_triton.TritonError.UNAVAILABLE and REASON in error.message()
             assert not following.submits
@@ -347,7 +347,7 @@ def test_a_repository_may_switch_it_off(repository):
     with running(fastertransformer.TritonPythonModel, config, FakeEngine(step_s=STEP_S)) as door:
         request = stream(door, token_request(FASTERTRANSFORMER))
         with rebuilt(door.test_engine, door.test_supervisor):
-            assert request.sender.wait(3)
+            assert request.sender.wait(60)
             assert REASON in request.sender.sent[-1].error.message()
 
 
@@ -357,7 +357,7 @@ def test_the_metrics_page_says_how_many_and_how_long(repository):
     with serving("text", repository, step_s=STEP_S) as door:
         requests = [stream(door, text_request()) for _ in range(3)]
         with rebuilt(door.test_engine, door.test_supervisor):
-            assert all(request.sender.wait(10) for request in requests)
+            assert all(request.sender.wait(60) for request in requests)
         door.metrics.publish()
         key = (("model", "text"),)
         assert registry["tridecode_resumed_requests_total"].metrics[key].value() == 3
@@ -375,7 +375,7 @@ def test_a_round_and_the_rounds_after_it_continue():
         door.execute([request])
         wait_until(lambda: door.test_engine.running and door.test_engine.steps > 10)
         with rebuilt(door.test_engine, door.test_supervisor) as following:
-            assert request.sender.wait(10)
+            assert request.sender.wait(60)
             second = [[*first[0], 31], [*first[1], 41]]
             second = [[*row, *rounds.said(row, 60)] for row in second]
             assert rounds.ids_of(request.sender.sent) == [second[0], second[1][1:] + only_end(request)]
@@ -409,5 +409,5 @@ def test_the_interactive_contract_declines_as_the_others_do():
         door.execute([request])
         wait_until(lambda: door.test_engine.running)
         with rebuilt(door.test_engine, door.test_supervisor):
-            assert request.sender.wait(3)
+            assert request.sender.wait(60)
             assert REASON in request.sender.sent[-1].error.message()

@@ -537,7 +537,7 @@ def test_a_client_that_leaves_frees_the_sequence(repository):
         door.execute([request])
         wait_until(lambda: len(request.sender.sent) > 2)
         request.cancel()
-        assert request.sender.wait(5)
+        assert request.sender.wait(60)
         wait_until(lambda: door.test_engine.running == 0)
 
 

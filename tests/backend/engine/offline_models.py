@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from tests.backend.engine.step_watch import WatchedEngine
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
 from tridecode.backend.configuration.engine_config import EngineConfig
@@ -65,7 +66,7 @@ def offline_engine(
         draft=drafting,
         trained=trained,
     )
-    return OfflineEngine(engine, keep_logits, tokenizer_dir)
+    return WatchedEngine(engine, keep_logits, tokenizer_dir)
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -15,6 +15,7 @@ import torch
 
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.rank_process import RankPool
+from tests.backend.engine.step_watch import WatchedEngine
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.lora_adapters import make_adapter
 from tests.waiting import wait_until
@@ -74,7 +75,7 @@ def served(tmp_path_factory):
 def engine_over(weights: Path, folder: Path, **settings) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=1 << 20)
-    return OfflineEngine.load(
+    return WatchedEngine.load(
         weights, EngineConfig(**{**defaults, **settings}, lora_path=str(folder)), keep_logits=True
     )
 

@@ -19,7 +19,7 @@ from tridecode.backend.engine.step.decode_graphs import decode_plan
 from tridecode.backend.engine.step.plan import LateSamples, StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 WORDS = 3  # of a mask
 
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from tests.backend.engine.offline_models import prompts_of
+from tests.backend.engine.step_watch import WatchedEngine
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import learning_of
 from tests.backend.engine.thread_ranks import on_ranks
@@ -51,7 +52,7 @@ def repository(tmp_path_factory) -> Path:
 def loaded(repository: Path, **settings) -> OfflineEngine:
     weights, config = repository_engine(repository)
     path = str(repository / "fastertransformer" / config.draft_path)
-    offline = OfflineEngine.load(weights, replace(config, draft_path=path, **{**SETTINGS, **settings}))
+    offline = WatchedEngine.load(weights, replace(config, draft_path=path, **{**SETTINGS, **settings}))
     if offline.engine.drafter is not None:
         learning_of(offline).policy.costs = None
     return offline

@@ -95,7 +95,7 @@ def late(offline: OfflineEngine, wanted: list[SequenceRequest]) -> list[list[int
             running.doors.put(Submit(number, [one]))
         wait_until(lambda: len(running.doors.ends) == len(wanted), 60.0)
         assert set(running.doors.ends.values()) <= {"end_id", "length"}
-        wait_until(lambda: scheduler.cache.num_free_slots == scheduler.limits.max_sequences, 10.0)
+        wait_until(lambda: scheduler.cache.num_free_slots == scheduler.limits.max_sequences, 60.0)
         return [running.doors.tokens[number] for number in range(len(wanted))]
 
 
@@ -166,9 +166,9 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
     with deep_loop(offline) as (running, scheduler):
         for number, one in enumerate(wanted):
             running.doors.put(Submit(number, [one]))
-        wait_until(lambda: running.doors.tokens.get(5), 20.0)
+        wait_until(lambda: running.doors.tokens.get(5), 60.0)
         running.doors.put(Cancel(5))
         wait_until(lambda: len(running.doors.ends) == len(wanted), 60.0)
         assert running.doors.ends[5] == "cancelled"
         assert [running.doors.tokens[i] for i in range(5)] == expected[:5]
-        wait_until(lambda: scheduler.cache.num_free_slots == scheduler.limits.max_sequences, 10.0)
+        wait_until(lambda: scheduler.cache.num_free_slots == scheduler.limits.max_sequences, 60.0)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from tridecode.backend.engine.device.file_weights import _AHEAD, _THREADS, Uploader
 
 
@@ -17,13 +18,6 @@ class HostUploader(Uploader):
 
     def _upload(self, name: str) -> torch.Tensor:
         return self._read(name)
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 @pytest.mark.parametrize("ahead_of_turn", range(_AHEAD - 2, _AHEAD + _THREADS + 2))
@@ -40,7 +34,7 @@ def test_a_tensor_asked_for_before_its_turn_needs_no_room(ahead_of_turn) -> None
         first = str(ahead_of_turn)
         order = [first, *(name for name in names if name != first)]
         for name in order:
-            assert asker.submit(uploader.take, name).result(timeout=5).item() == int(name)
+            assert asker.submit(uploader.take, name).result(timeout=60).item() == int(name)
     finally:
         uploader.close()
         asker.shutdown()

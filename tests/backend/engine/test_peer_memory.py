@@ -39,9 +39,9 @@ class Ranks:
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         self.exchanges += 1
         self._shared[self.rank] = data
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         found = list(self._shared)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return found
 
 

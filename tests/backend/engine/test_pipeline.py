@@ -13,13 +13,16 @@ from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.engine.toy_device import Run, expected, limits
 from tests.checkpoints import FAMILIES, save
+from tests.waiting import wait_until
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.pending import Pending
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NEW = 10
 
 
@@ -132,18 +135,22 @@ def _block_bytes(directory: Path, stages: int) -> int:
     return on_ranks(directory, 1, stages, lambda offline: offline.engine.state.block_bytes())[0]
 
 
-def test_the_loop_ends_with_steps_in_flight(directory: Path) -> None:
+def test_the_loop_ends_with_steps_in_flight(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def use(offline: OfflineEngine) -> tuple[list[int], dict[int, str]]:
         with run_loop(offline.engine, offline.scheduler) as running:
             doors = running.doors
             doors.submit(1, [1, 2, 3], max_tokens=5)
-            for _ in range(2000):
-                if doors.ends:
-                    break
-                threading.Event().wait(0.005)
+            wait_until(lambda: doors.ends)
+            launch, steps = offline.engine.launch, running.status.steps
+
+            def ending(plan: StepPlan) -> Pending:
+                if running.status.steps > steps + 2:
+                    running.loop.stop()
+                return launch(plan)
+
+            monkeypatch.setattr(offline.engine, "launch", ending)
             doors.submit(2, [1, 2, 3], max_tokens=50)
-            while running.status.steps < 8:
-                threading.Event().wait(0.002)
+            running.thread.join(WAIT_S)
         return doors.tokens[1], doors.ends
 
     (tokens, ends), _ = on_ranks(directory, 1, 2, use, pipelined=True)

@@ -16,10 +16,10 @@ import pytest
 
 from tests.backend.engine.grammar_models import constrained_engine, sampled
 from tests.backend.engine.grammar_schemas import hostile_output, schema_of
+from tests.backend.engine.step_watch import WatchedEngine
 from tests.checkpoints import tiny_tokenizer
 from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.backend.wire.structured_output import StructuredOutput
 
@@ -163,7 +163,7 @@ def test_a_trained_model_answers_by_a_schema(tmp_path: Path) -> None:
     plan_conversion(checkpoint, "fp32").write(tmp_path / "w")
     tokenizer = load_tokenizer(checkpoint)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    offline = OfflineEngine.load(
+    offline = WatchedEngine.load(
         tmp_path / "w",
         EngineConfig(
             device="cpu",

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tests.backend.engine.step_watch import WatchedEngine
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
@@ -233,7 +234,7 @@ def on_ranks(
     try:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        result = use(OfflineEngine(engines[0], tokenizer_dir=tokenizer_dir))
+        result = use(WatchedEngine(engines[0], tokenizer_dir=tokenizer_dir))
     finally:
         ThreadRanks(meeting, 0).broadcast_plan(None)
         for thread in threads:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.backend.engine.step_watch import StepWatch
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.forks import Forks
@@ -231,6 +232,7 @@ class Run:
             overlap, limits = False, replace(limits, micro_batches=2)
         self.now = 0.0
         self.scheduler = Scheduler(limits, lambda: self.now, tier=tier)
+        StepWatch(self.scheduler)
         self.device, self.overlap = ToyDevice(limits), overlap
         self.pending: deque[tuple[StepPlan, StepResult]] = deque()
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -122,7 +122,7 @@ def test_the_request_is_counted_and_logged_without_tokens_of_output(front: Front
     front.post("/v1/embeddings", {"input": [[5, 6, 7], [8]], "request_id": "counted"})
     added = [value(name) - old for name, old in zip(names, before)]
     assert added == [4, 0, 0, 1]
-    wait_until(lambda: "counted" in front.text(), 10, "the line of the log")
+    wait_until(lambda: "counted" in front.text(), 60, "the line of the log")
     (line,) = [line for line in front.text().splitlines() if "counted" in line]
     assert "outcome=ok" in line and "length" not in line
 
@@ -208,7 +208,7 @@ def test_more_inputs_than_the_engine_may_queue_follow_each_other(front: Front, e
     late = [[5]] * 400 + [[1000]]
     error = error_of(front.post("/v1/embeddings", {"input": late}))
     assert "row 400 of input has the token id 1000" in error["message"]
-    wait_until(lambda: not engine.running, 10, "the end of all requests")
+    wait_until(lambda: not engine.running, 60, "the end of all requests")
 
 
 @pytest.fixture

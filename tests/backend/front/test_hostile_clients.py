@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_others_do_not(
     stuck.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     )
-    wait_until(lambda: engine.running, 10, "the request")
+    wait_until(lambda: engine.running, 60, "the request")
     good = impatient.openai.completions.create(model="toy", prompt="x", max_tokens=len(ids(TEXT)))
     assert good.choices[0].text == TEXT
     wait_until(lambda: not engine.running, 30, "the end of the stuck request")

@@ -86,7 +86,7 @@ def test_an_engine_that_dies_is_a_pause_in_the_stream(
 def test_a_worker_that_dies_is_started_again(slow_front: Front) -> None:
     (worker,) = processes.children(slow_front.process.pid)
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: processes.children(slow_front.process.pid) not in ([], [worker]), 10)
+    wait_until(lambda: processes.children(slow_front.process.pid) not in ([], [worker]), 60)
     slow_front.wait_ready()
     assert slow_front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 

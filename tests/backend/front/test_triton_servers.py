@@ -120,7 +120,7 @@ def test_a_client_that_leaves_frees_its_request_a_little_later(front: Front, mac
     engine = machine.engine
     for streaming in (True, False):
         connection = begun(front, stream=streaming)
-        wait_until(lambda: engine.running == 1, 10, "the request")
+        wait_until(lambda: engine.running == 1, 60, "the request")
         connection.close()
         wait_until(lambda: engine.running == 0, 20, "the cancellation")
     engine.freeze()  # before the first token
@@ -172,7 +172,7 @@ def test_servers_take_turns_and_a_dead_one_is_left_out(
                for _ in range(2)]  # one on each  # fmt: skip
     for stream in streams:
         next(stream)
-    wait_until(lambda: [engine.running for engine in engines] == [1, 1], 10)
+    wait_until(lambda: [engine.running for engine in engines] == [1, 1], 60)
     machine.kill()
     lost, kept = [], []
     for stream in streams:
@@ -211,7 +211,7 @@ def test_a_request_whose_server_dies_before_its_first_token_moves(
 ) -> None:
     machine.engine.freeze()
     connections = [begun(pair, max_tokens=len(ids(TEXT))) for _ in range(2)]  # one to each
-    wait_until(lambda: other.engine.submits, 10, "the request of the other server")
+    wait_until(lambda: other.engine.submits, 60, "the request of the other server")
     time.sleep(1.0)  # the frozen one has its own, too
     machine.kill()
     for connection in connections:

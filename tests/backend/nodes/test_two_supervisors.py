@@ -72,7 +72,7 @@ def pair(monkeypatch) -> Iterator[Pair]:
 
 def test_node_0_waits_for_the_other_and_leads_it(pair: Pair):
     first = pair.door(0)
-    wait_until(lambda: first.states and "waiting for node 1 (second)" in first.states[-1].detail, 8)
+    wait_until(lambda: first.states and "waiting for node 1 (second)" in first.states[-1].detail, 60)
     second = pair.door(1)
     ready = first.wait("ready")
     assert [len(world.ranks(ready.epoch)) for world in pair.worlds] == [1, 1]
@@ -83,7 +83,7 @@ def test_node_0_waits_for_the_other_and_leads_it(pair: Pair):
     lending = (
         "this is node 1 of 2, which lends its GPUs: send requests to node 0 (127.0.0.1); its engine is ready"
     )
-    wait_until(lambda: second.states[-1].detail.startswith(lending), 3, "the state of the lender")
+    wait_until(lambda: second.states[-1].detail.startswith(lending), 60, "the state of the lender")
     assert {state.phase for state in second.states} <= {"starting", "lending"}
 
 
@@ -114,7 +114,7 @@ def test_a_lost_supervisor_of_the_other_node_is_named_and_waited_for(pair: Pair,
     down = first.wait("down")
     assert time.monotonic() - began < 5.0
     assert re.match(r"node 1 \(.*\) with rank 1 has been silent for 3\.\d s", down.detail), down.detail
-    wait_until(lambda: "; waiting for node 1" in first.states[-1].detail, 8, f"{first.states[-1]}")
+    wait_until(lambda: "; waiting for node 1" in first.states[-1].detail, 60, f"{first.states[-1]}")
     pair.ensure(1)
     again = first.wait("ready", ready.epoch + 1)
     assert [len(world.ranks(again.epoch)) for world in pair.worlds] == [1, 1]
@@ -125,10 +125,10 @@ def test_ranks_of_the_other_node_end_with_node_0_and_serve_its_next_supervisor(p
     ready = first.wait("ready")
     (rank,) = pair.worlds[1].ranks()
     os.kill(pair.supervisor(0), signal.SIGKILL)
-    wait_until(lambda: rank not in pair.worlds[1].ranks(), 6, "the end of the rank")
-    wait_until(lambda: "node 0 is silent, waiting for it" in second.states[-1].detail, 3)
+    wait_until(lambda: rank not in pair.worlds[1].ranks(), 60, "the end of the rank")
+    wait_until(lambda: "node 0 is silent, waiting for it" in second.states[-1].detail, 60)
     again = pair.door(0).wait("ready", ready.epoch + 1)
-    wait_until(lambda: len(pair.worlds[1].ranks(again.epoch)) == 1, 3)
+    wait_until(lambda: len(pair.worlds[1].ranks(again.epoch)) == 1, 60)
 
 
 def test_a_node_with_another_repository_is_refused_by_name_on_both(pair: Pair):
@@ -139,7 +139,7 @@ def test_a_node_with_another_repository_is_refused_by_name_on_both(pair: Pair):
         assert re.match(wanted, door.wait("failed").detail)
     pair.configure(tensor_para_size=2, max_sequences=8)
     first.wait("ready")
-    wait_until(lambda: second.states[-1].phase == "lending", 5)
+    wait_until(lambda: second.states[-1].phase == "lending", 60)
 
 
 def test_ranks_that_the_nodes_cannot_share_evenly_are_refused(pair: Pair):
@@ -164,6 +164,6 @@ def test_a_pair_ends_with_its_servers(pair: Pair):
     first, _ = pair.door(0), pair.door(1)
     first.wait("ready")
     pair.worlds[0].server.kill()
-    wait_until(lambda: not pair.worlds[1].ranks(), 8, "the end of the rank of node 1")
-    wait_until(lambda: not pids_with(str(pair.worlds[0].root / "run")), 5)
+    wait_until(lambda: not pair.worlds[1].ranks(), 60, "the end of the rank of node 1")
+    wait_until(lambda: not pids_with(str(pair.worlds[0].root / "run")), 60)
     assert pair.supervisor(1), "which waits for the next node 0"

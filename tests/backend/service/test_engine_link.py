@@ -37,7 +37,7 @@ class Collector:
         if event.finish in ("error", "cancelled", "deadline") or not self._left:
             self._done.set()
 
-    def wait(self, timeout_s: float = 5.0) -> list[m.Event]:
+    def wait(self, timeout_s: float = 60.0) -> list[m.Event]:
         assert self._done.wait(timeout_s), f"no end after {timeout_s} s; so far {self.events}"
         return self.events
 
@@ -72,7 +72,7 @@ def supervisor(engine):
 @pytest.fixture()
 def link(supervisor):
     link = link_to(supervisor)
-    link.wait_ready(5)
+    link.wait_ready(60)
     yield link
     link.close()
 
@@ -145,7 +145,7 @@ def test_one_failed_sequence_ends_its_request_and_the_other_sequences():
         link, done = link_to(supervisor), Collector(2)
         link.submit(link.reserve(), [sequence([4], max_tokens=400), sequence([5], max_tokens=400)], done)
         assert done.wait()[-1].error == "the toy model failed"
-        wait_until(lambda: engine.running == 0, 1)  # 400 steps would take 2 s
+        wait_until(lambda: engine.cancels and engine.running == 0)
         link.close()
 
 
@@ -179,7 +179,7 @@ def test_a_rebuilt_engine_serves_again(link, engine, supervisor):
     assert "rank 0 died" in refused.wait(0.5)[0].error
     with FakeEngine(epoch=2) as rebuilt:
         supervisor.set_ready(rebuilt)
-        link.wait_ready(5)
+        link.wait_ready(60)
         done = Collector()
         link.submit(link.reserve(), [sequence([4], max_tokens=2)], done)
         done.wait()
@@ -213,7 +213,7 @@ def test_a_held_request_is_refused_after_hold_s():
         link = link_to(supervisor, hold_s=0.1)
         done = Collector()
         link.submit(link.reserve(), [sequence([9], max_tokens=2)], done)
-        error = done.wait(2)[0]
+        error = done.wait(60)[0]
         assert error.code == "UNAVAILABLE" and "the engine is loading" in error.error
         link.close()
 
@@ -223,7 +223,7 @@ def test_wait_ready_gives_the_reason_of_a_failed_engine():
         link = link_to(supervisor)
         supervisor.set_phase("failed", "config.ini: section [gpt] has no head_num")
         with pytest.raises(EngineDownError, match=r"section \[gpt\] has no head_num"):
-            link.wait_ready(5)
+            link.wait_ready(60)
         link.close()
 
 
@@ -241,7 +241,7 @@ def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
 
     link = new_link(ensure)
     with pytest.raises(EngineDownError, match="no python3 on PATH"):
-        link.wait_ready(5)
+        link.wait_ready(60)
     link.close()
 
 
@@ -253,7 +253,7 @@ def test_silence_of_both_fails_open_requests_and_starts_a_new_search(engine, sup
         return supervisor.endpoint
 
     link = new_link(ensure, silent_s=0.6, engine_silent_s=0.8)
-    link.wait_ready(5)
+    link.wait_ready(60)
     engine.freeze()
     supervisor.silence()
     done = Collector()
@@ -263,14 +263,14 @@ def test_silence_of_both_fails_open_requests_and_starts_a_new_search(engine, sup
     assert time.monotonic() - started < 2
     engine.thaw()
     supervisor.silence(False)
-    link.wait_ready(5)
+    link.wait_ready(60)
     assert len(calls) >= 2
     link.close()
 
 
 def test_a_silent_supervisor_alone_does_not_hurt_running_requests(engine, supervisor):
     link = new_link(lambda *_: supervisor.endpoint, silent_s=0.6)
-    link.wait_ready(5)
+    link.wait_ready(60)
     engine.step_s = 0.01
     supervisor.silence()
     done = Collector()
@@ -284,13 +284,13 @@ def test_an_engine_of_another_protocol_is_refused():
         engine.protocol = m.PROTOCOL + 1
         link = link_to(supervisor)
         with pytest.raises(EngineDownError, match="protocol"):
-            link.wait_ready(5)
+            link.wait_ready(60)
         link.close()
 
 
 def test_an_endpoint_that_is_not_valid_is_survived(engine, supervisor):
     link = link_to(supervisor)
-    link.wait_ready(5)
+    link.wait_ready(60)
     valid = engine.endpoint
     engine.endpoint, engine.epoch = "no endpoint", 2
     supervisor.set_ready(engine)
@@ -304,7 +304,7 @@ def test_an_endpoint_that_is_not_valid_is_survived(engine, supervisor):
 def test_closing_says_goodbye_and_fails_what_is_open(engine, supervisor):
     engine.step_s = 0.01
     link = link_to(supervisor)
-    link.wait_ready(5)
+    link.wait_ready(60)
     done = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=400)], done)
     wait_until(lambda: done.events)
@@ -365,17 +365,17 @@ def test_a_door_that_the_supervisor_does_not_know_says_hello_again(link, engine,
 
 def test_a_silent_engine_is_connected_again_while_its_supervisor_speaks(engine, supervisor):
     link = link_to(supervisor, engine_silent_s=0.8)
-    link.wait_ready(5)
+    link.wait_ready(60)
     engine.step_s = 0.01
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=400)], lost)
     wait_until(lambda: lost.events)
     engine.freeze()
-    assert "the engine has been silent for" in lost.wait(2)[-1].error
+    assert "the engine has been silent for" in lost.wait(60)[-1].error
     assert link.state().phase == "starting"
     engine.thaw()
     done = Collector()
-    link.wait_ready(5)
+    link.wait_ready(60)
     link.submit(link.reserve(), [sequence([5], max_tokens=3)], done)
     assert done.wait()[-1].finish == "length"
     link.close()
@@ -398,7 +398,7 @@ def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, mo
     monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses requests
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)
-    assert "after its deadline" in lost.wait(3)[-1].error
+    assert "after its deadline" in lost.wait(60)[-1].error
 
 
 def test_a_pause_of_the_door_itself_is_not_a_silence_of_its_peers():
@@ -411,7 +411,7 @@ def test_a_pause_of_the_door_itself_is_not_a_silence_of_its_peers():
         silences = {"silent_s": 1.0, "engine_silent_s": 1.2}
         owner = Owner.this_process()
         link = EngineLink("/models/toy", "paused", owner, ensure=lambda *_: sys.argv[1], **silences).start()
-        link.wait_ready(5)
+        link.wait_ready(60)
         print("ready", flush=True)
         for line in sys.stdin:
             print(link.state().phase, flush=True)

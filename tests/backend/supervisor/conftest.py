@@ -66,7 +66,7 @@ class Door:
         self._closing.set()
         self._thread.join(5)
 
-    def wait(self, phase: str, epoch: int = 0, timeout_s: float = 8.0) -> m.EngineState:
+    def wait(self, phase: str, epoch: int = 0, timeout_s: float = 60.0) -> m.EngineState:
         """The first state of that phase and of `epoch` or a later one."""
 
         def found() -> list[m.EngineState]:
@@ -137,7 +137,7 @@ class World:
         for process in self.processes:
             process.kill()
             process.wait()
-        wait_until(lambda: not pids_with(str(self.root)), 10, f"an end of {pids_with(str(self.root))}")
+        wait_until(lambda: not pids_with(str(self.root)), 60, f"an end of {pids_with(str(self.root))}")
 
 
 def _option(pid: int, name: str) -> int:

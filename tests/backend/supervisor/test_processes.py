@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
+from tests.waiting import wait_until
 from tridecode.backend.supervisor import processes, shared_memory
 
 
@@ -31,8 +31,7 @@ def test_a_name_with_blanks_and_parentheses_does_not_confuse(tmp_path: Path):
     program = tmp_path / "a) R 1 (b"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as process:
-        while processes.command_line(process.pid) != [str(program), "60"]:
-            time.sleep(0.01)  # exec is under way
+        wait_until(lambda: processes.command_line(process.pid) == [str(program), "60"], what="exec")
         assert processes.parent(process.pid) == os.getpid()
         assert process.pid in processes.children(os.getpid())
         process.kill()
@@ -40,8 +39,7 @@ def test_a_name_with_blanks_and_parentheses_does_not_confuse(tmp_path: Path):
 
 def test_a_zombie_is_not_alive():
     process = subprocess.Popen(["true"])
-    while processes.state(process.pid) != "Z":
-        time.sleep(0.01)
+    wait_until(lambda: processes.state(process.pid) == "Z")
     assert processes.identify(process.pid) is None
     assert processes.command_line(process.pid) == []
     process.wait()
@@ -57,10 +55,7 @@ def test_a_child_dies_with_the_parent_that_was_killed():
         child = processes.identify(int(parent.stdout.readline()))
         assert child is not None
         parent.kill()
-    end = time.monotonic() + 2
-    while processes.alive(child) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not processes.alive(child)
+    wait_until(lambda: not processes.alive(child))
 
 
 def test_a_process_that_is_no_stub_is_none(tmp_path: Path):

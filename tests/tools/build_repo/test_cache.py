@@ -210,5 +210,5 @@ def test_an_entry_in_use_by_another_process_is_not_removed(tmp_path, checkpoint)
         finally:
             process.kill()
             process.wait()
-    wait_until(lambda: cache.remove(path), 10, "the lock of a killed process to end")
+    wait_until(lambda: cache.remove(path), 60, "the lock of a killed process to end")
     assert not path.exists()

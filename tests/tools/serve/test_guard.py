@@ -55,11 +55,11 @@ def traces(server: GuardedServer) -> list[str]:
 @pytest.mark.parametrize("victim", ["server", "guard"])
 def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, victim):
     with GuardedServer([]) as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
         wait_until(lambda: len(traces(server)) == 5, what="server, its two children, region, folder")
         guard = processes.parent(server.pid)
         os.kill(server.pid if victim == "server" else guard, signal.SIGKILL)
-        wait_until(lambda: not server.running(), 5, "the end of the server")
+        wait_until(lambda: not server.running(), 60, "the end of the server")
         expected = "was killed by SIGKILL" if victim == "server" else "was killed together with its guard"
         assert server.ending() == expected
     assert traces(server) == []
@@ -69,7 +69,7 @@ def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, vic
 def test_a_dead_server_is_started_again_without_what_it_left_and_with_its_engine(fake_install, tmp_path):
     with GuardedServer([]) as server:
         for _ in range(2):
-            wait_until((tmp_path / "ready").exists, 5, "the fake server")
+            wait_until((tmp_path / "ready").exists, 60, "the fake server")
             (tmp_path / "ready").unlink()
             before, (child,) = server.pid, processes.children(server.pid)[-1:]
             guard = processes.parent(server.pid)
@@ -77,7 +77,7 @@ def test_a_dead_server_is_started_again_without_what_it_left_and_with_its_engine
             owner = processes.identify(guard)
             assert processes.has_environment(before, f"TRIDECODE_OWNER={owner.pid}:{owner.start}")
             os.kill(server.pid, signal.SIGKILL)
-            wait_until(lambda: not server.running(), 5, "the end of the server")
+            wait_until(lambda: not server.running(), 60, "the end of the server")
             server.restart()
             assert server.running() and server.pid != before and processes.parent(server.pid) == guard
             assert processes.identify(child) is None, "of the dead server's own session"
@@ -88,13 +88,13 @@ def test_a_dead_server_is_started_again_without_what_it_left_and_with_its_engine
 
 def test_a_server_whose_guard_was_killed_is_started_anew(fake_install, tmp_path):
     with GuardedServer([]) as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
         (tmp_path / "ready").unlink()
         folder = server.folder
         os.kill(processes.parent(server.pid), signal.SIGKILL)
-        wait_until(lambda: not server.running(), 5, "the end of the server")
+        wait_until(lambda: not server.running(), 60, "the end of the server")
         server.restart()
-        wait_until((tmp_path / "ready").exists, 5, "the next server")
+        wait_until((tmp_path / "ready").exists, 60, "the next server")
         assert server.running() and not folder.exists()
     assert traces(server) == []
     fake_install.rmdir()
@@ -103,10 +103,10 @@ def test_a_server_whose_guard_was_killed_is_started_anew(fake_install, tmp_path)
 def test_a_frozen_guard_does_not_hide_the_death_of_its_server(fake_install, tmp_path, monkeypatch):
     monkeypatch.setattr(guarded_server, "SILENT_S", 0.5)
     with GuardedServer([]) as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
         os.kill(processes.parent(server.pid), signal.SIGSTOP)
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: not server.running(), 5, "the end of the server")
+        wait_until(lambda: not server.running(), 60, "the end of the server")
         server.restart()
         assert server.running()
     assert traces(server) == []
@@ -114,7 +114,7 @@ def test_a_frozen_guard_does_not_hide_the_death_of_its_server(fake_install, tmp_
 
 def test_shared_memory_and_key_are_hidden_from_other_users(fake_install, tmp_path):
     with GuardedServer(["--flag=aSecret,aSecret", "--other"], secret="aSecret") as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
         wait_until(lambda: processes.command_line(server.pid)[-2:] == ["--flag=*******,*******", "--other"])
         region = Path("/dev/shm") / (server.shm_prefix + "toy")
         wait_until(lambda: stat.S_IMODE(region.stat().st_mode) == 0o600, what="a private region")
@@ -158,7 +158,7 @@ def test_a_runtime_folder_that_bash_would_execute_is_refused(monkeypatch, tmp_pa
 
 def test_leaving_the_context_kills_everything(fake_install, tmp_path):
     with GuardedServer([]) as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
     assert traces(server) == []
     fake_install.rmdir()
 
@@ -174,9 +174,9 @@ def test_a_server_that_cannot_be_started_is_an_error_and_leaves_nothing(fake_ins
 
 def test_a_server_that_could_not_be_started_again_can_be_later(fake_install, tmp_path, monkeypatch):
     with GuardedServer([]) as server:
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: not server.running(), 5, "the end of the server")
+        wait_until(lambda: not server.running(), 60, "the end of the server")
         monkeypatch.setattr(guarded_server, "START_S", 0.0)  # as on a starved machine
         for _ in range(2):
             with pytest.raises(TridecodeError, match="could not be started"):
@@ -186,6 +186,6 @@ def test_a_server_that_could_not_be_started_again_can_be_later(fake_install, tmp
         (tmp_path / "ready").unlink()
         server.restart()
         assert server.running()
-        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until((tmp_path / "ready").exists, 60, "the fake server")
     assert traces(server) == []
     fake_install.rmdir()

@@ -68,7 +68,7 @@ def test_what_was_held_is_printed_where_nobody_reported_it(reported):
     with ServerLog((), out) as log:
         with open(log.arguments[0].partition("=")[2], "a") as server:
             server.write("\n".join([*FAILED, LOADED]) + "\n")
-        wait_until(lambda: out.getvalue(), 5, "the log")
+        wait_until(lambda: out.getvalue(), 60, "the log")
         log.started(reported)
         with open(log.arguments[0].partition("=")[2], "a") as server:
             server.write(f"{FAILED[0]}\nan end without a newline")
@@ -84,9 +84,9 @@ def test_memory_of_what_was_read_is_given_back():
             with open(path, "a") as server:
                 server.write((LOADED + "\n") * 10_000)
             before = out.tell()
-            wait_until(lambda start=before: out.tell() > start, 5, "the log")
+            wait_until(lambda start=before: out.tell() > start, 60, "the log")
         size = 8 * 10_000 * (len(LOADED) + 1)
-        wait_until(lambda: out.tell() == size, 5, "the whole log")
+        wait_until(lambda: out.tell() == size, 60, "the whole log")
         status = os.stat(path)
         assert status.st_size == size and status.st_blocks * 512 < 3 << 20 < size
 

@@ -174,7 +174,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, fake_triton_on
         pid = int(starter.stdout.readline())
         wait_until(lambda: "loading\n" in (tmp_path / "log").read_text(), 20, "the start")
         starter.kill()
-    wait_until(lambda: processes.identify(pid) is None, 10, "the end of serve")
+    wait_until(lambda: processes.identify(pid) is None, 60, "the end of serve")
     runtime_base = Path(os.environ["TRIDECODE_RUNTIME_DIR"])
     wait_until(lambda: not list(runtime_base.iterdir()), 20, "the guard's work")
 
@@ -182,7 +182,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, fake_triton_on
 def test_a_server_that_hangs_while_it_loads_is_not_waited_for(tmp_path, fake_triton_on_path):
     executable(fake_triton_on_path, HANGING)
     server = ServerProcess(repository(tmp_path / "repo"), tmp_path / "log", drain_s=60)
-    wait_until(lambda: "loading\n" in server.log(), 10, "the start")
+    wait_until(lambda: "loading\n" in server.log(), 60, "the start")
     start = time.monotonic()
     assert server.stop() == 0
     assert time.monotonic() - start < drain.END_S + 10, "of the sixty seconds for requests"
