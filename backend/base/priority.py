@@ -1,4 +1,4 @@
 """Priorities of requests: smaller is sooner."""
 
-#: of work that waits for everything else: the lines of batches
+#: the lowest priority, for work that waits for everything else: lines of batches
 LOWEST_PRIORITY = 2**31 - 1

@@ -40,8 +40,8 @@ class Runner:
         """Answer all lines, or stop once `stopping` is set. show: called every 0.5 s; it may
         raise OSError.
 
-        All answers that have come when the run ends or fails are in the files. Raises what `sender` does, and
-        OSError.
+        When the run ends or fails, the files contain all answers received so far. Raises the errors of
+        `sender`, and OSError.
         """
         self._reading = asyncio.Lock()
         self._results = asyncio.Queue(concurrency)
@@ -133,7 +133,7 @@ class Runner:
             self.meter.sample()
             try:
                 show()
-            except OSError as error:  # of the disk, perhaps for a moment: the writer meets one that lasts
+            except OSError as error:  # a disk may be full only briefly: the writer raises lasting errors
                 if not failed:
                     _log.warning("the progress could not be shown: %s", error)
                 failed = True

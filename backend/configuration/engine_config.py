@@ -134,7 +134,7 @@ class EngineConfig:
     max_grammar_bytes: int = setting(256 << 10, "bytes of the schema or grammar that an answer obeys", _SOME)
     grammar_cpu_ms: float = setting(
         150.0,
-        "CPU time for the compilation of a grammar; milliseconds",
+        "CPU time limit for compiling a grammar; milliseconds",
         Accepted("more than 0 milliseconds", lambda value: value > 0),
     )
     mask_cpu_ms: float = setting(
@@ -177,16 +177,16 @@ class EngineConfig:
     )
     speculation: str = setting(
         "off",
-        "where drafts of the next tokens come from, which a step verifies together: off, lookup (the "
-        "sequence's own text and finished answers), draft (the model of draft_path), heads "
-        "(one-pass heads in draft_path); "
+        "drafter of the tokens that a step verifies together: off, lookup (searches the sequence's own "
+        "text and finished answers), draft (the draft model in draft_path), heads (one-pass heads in "
+        "draft_path); "
         "docs/guides/speculation.md",
         _one_of(*SPECULATION),
     )
     draft_path: str = setting(
         "none",
-        "folder of the draft model's weights and tokenizer, or of what `tridecode train-draft` wrote, "
-        "relative to that of `config.pbtxt`, for `speculation` = draft or heads",
+        "folder of the draft model's weights and tokenizer, or of the heads that `tridecode train-draft` "
+        "wrote, relative to the folder of `config.pbtxt`; for `speculation` = draft or heads",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(

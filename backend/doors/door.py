@@ -44,7 +44,7 @@ _log = logging.getLogger("tridecode.door")
 _DECOUPLED_WANTED = "model_transaction_policy { decoupled: true } in config.pbtxt would allow it"
 #: the supervisor reports a failed start after start_timeout_s; a door waits slightly longer for that report
 _START_MARGIN_S = 30.0
-#: tensors that one request holds for later responses
+#: tensors that a request keeps for later responses
 _MAX_REPEATED = 64
 _TEXTS = text_tensors.TextTensors()
 
@@ -283,9 +283,9 @@ def refusal(error: TridecodeError, label: str = "") -> Any:
 
 
 class Outputs:
-    """Makes the output tensors that the model declares and the request names, in the declared types.
+    """Creates the output tensors that the model declares and the request names, in the declared types.
 
-    One request has one, which its sender thread alone uses.
+    Each request has one instance, used only by its sender thread.
     """
 
     def __init__(self, declared: Mapping[str, Any], requested: Sequence[str]):
@@ -303,17 +303,17 @@ class Outputs:
         ]
 
     def text(self, name: str, text: bytes) -> list:
-        """Return the tensor of one text, (1,), which later responses of the same sender thread may share."""
+        """Return the tensor of a text, (1,); later responses of the same sender thread may share it."""
         if name not in self._types:
             return []
         return [_TEXTS.tensor(name, text, lambda: self.tensors({name: [text]})[0])]
 
     def repeated(self, arrays: Mapping[str, Hashable]) -> list:
-        """Return tensors that responses share: one is made at the first use of its value, and again only
-        after many other values.
+        """Return tensors that several responses share, each created at the first use of its value and kept
+        until it is evicted by other values.
 
-        arrays: by name, nested tuples of numbers. Making a tensor takes tens of microseconds with the
-        interpreter's lock held, and sending one again needs no new shared memory.
+        arrays: name -> nested tuples of numbers. Creating a tensor takes tens of microseconds with the GIL
+        held; sending an existing one needs no new shared memory.
         """
         made, found = self._made, []
         for item in arrays.items():

@@ -30,7 +30,7 @@ _NEW_FROM_DESCR = 94  # index in numpy's C API, the same in all releases of 1 an
 _ENTRY = re.compile(r"PyArray_API\[(\d+)\]")
 _MOST_BYTES = 2**63 - 1
 _MOST_ITEM_BYTES = 16
-_SHORT = 1 << 32  # elements of an array that need no closer look
+_SHORT = 1 << 32  # arrays of up to this many elements are not checked further
 _POINTER = ctypes.c_void_p
 #: called with the GIL held. PyArray_NewFromDescr(type, descr, nd, dims, strides, data, flags, object)
 _NewFromDescr = ctypes.PYFUNCTYPE(
@@ -77,7 +77,7 @@ def _replace_numbers() -> None:
     one = ctypes.c_ssize_t.from_address
 
     def make(kind, descr, nd, dims, strides, data, flags, base):
-        if nd == 1 and one(dims).value <= _SHORT:  # each tensor of a response makes such an array
+        if nd == 1 and one(dims).value <= _SHORT:  # the array of every response tensor
             return original(kind, descr, nd, dims, strides, data, flags, base)
         shape = (ctypes.c_ssize_t * nd).from_address(dims) if nd else ()
         if not _beyond_memory(shape):

@@ -212,7 +212,7 @@ class TensorAnswer(Answer):
             "batch_index": [self._rows[row].place[0] for row in pieces],
             "sequence_index": [self._rows[row].place[1] for row in pieces],
         }
-        # text_output is first: LiteLLM reads the first output, whatever its name
+        # text_output is first, because LiteLLM reads the first output whatever its name
         if len(rows) == 1:
             tensors = self._outputs.text("text_output", rows[0].text.encode("utf-8"))
         else:
@@ -227,7 +227,7 @@ class TensorAnswer(Answer):
         return tuple((value,) for value in column) if self._batched else tuple(column)
 
     def _rare_columns(self, rows: list[Piece]) -> dict[str, Any]:
-        """Return the outputs that most responses do not have."""
+        """Return the outputs that few responses have."""
         columns: dict[str, list[Any]] = {}
         if "output_log_probs" not in self._unwanted:
             longest = max(len(piece.log_probs) for piece in rows)

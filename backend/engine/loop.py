@@ -260,7 +260,7 @@ def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
         if pending is not None:
             _finish(pending, status, launched is not None)
         if launched is not None and plan is not None and plan.late:
-            late = plans.take()  # follows when rank 0 has committed the step that has just ended
+            late = plans.take()  # rank 0 sends it after committing the step that has just ended
             if isinstance(late, End):
                 break
             launched = _sample_late(engine, plan, launched, late)
@@ -271,10 +271,10 @@ def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
 
 
 def _sample_late(engine: Engine, plan: StepPlan, pending: Pending, late: PlanMessage | None) -> Pending:
-    """Sample the late rows of the newest step of a follower, as rank 0 does."""
+    """Sample the late rows of a follower's newest step, as rank 0 does."""
     words = engine.state.sampling.masks.shape[1]
     if not isinstance(late, LateSamples) or not set(late.rows) <= set(plan.late):
-        raise TridecodeError(f"plan {plan.step} from rank 0 has late rows, and no samples of them follow")
+        raise TridecodeError(f"plan {plan.step} from rank 0 has late rows, but no samples for them follow")
     if late.rows and late.masks.shape[1] != words:
         found = f"masks of {late.masks.shape[1]} words"
         raise TridecodeError(f"late samples of plan {plan.step} from rank 0 have {found}; wanted {words}")

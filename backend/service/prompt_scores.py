@@ -26,7 +26,7 @@ class PromptScores:
     def __init__(self, ids: Sequence[int], count: int, vocab_size: int):
         """count: number of most likely tokens at each position."""
         self.ids, self.count, self._vocab_size = list(ids), count, vocab_size
-        self.log_probs: list[float | None] = [None]  # the first token follows nothing
+        self.log_probs: list[float | None] = [None]  # the first token has no score
         self.ranks = [0]
         self.best: list[list[tuple[int, float]]] = [[]]
 

@@ -16,15 +16,15 @@ from tridecode.backend.text.tokenizer_files import load_tokenizer
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
     """Return the SHA-256 of a tokenizer's pieces, merges and added tokens with their ids, in hexadecimal.
 
-    Everything else, such as templates and the classes of added tokens, does not change what an id stands for.
+    Other settings, such as templates and the classes of added tokens, do not change the meaning of an id.
     """
     facts = json.dumps(_facts(tokenizer), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def check_same_vocabulary(draft: Path, target: Path, setting: str) -> None:
-    """Raise ConfigError, which says where they differ first, unless the tokenizers of two folders have the
-    same vocabulary. setting: names the draft model's folder in the text."""
+    """Raise ConfigError with the first difference unless the tokenizers of two folders have the same
+    vocabulary. setting: the setting that names the draft model's folder, for the error."""
     if not (draft / "tokenizer.json").is_file():
         raise ConfigError(f"{setting}: {draft} has no tokenizer.json; wanted that of the draft model")
     ours, theirs = load_tokenizer(draft, setting), load_tokenizer(target, "tokenizer_dir")
@@ -37,8 +37,8 @@ def check_same_vocabulary(draft: Path, target: Path, setting: str) -> None:
 
 
 def vocabulary_difference(draft: Tokenizer, target: Tokenizer) -> str:
-    """Return what a draft model's tokenizer has and the target's wants, at their first difference; "" if they
-    have the same vocabulary."""
+    """Return the first difference between a draft model's and the target's tokenizer, as found and wanted;
+    "" if they have the same vocabulary."""
     found, wanted = vocabulary_digest(draft), vocabulary_digest(target)
     if found == wanted:
         return ""

@@ -1,4 +1,4 @@
-"""A trained drafter on disk: a folder of draft.json, which describes it, and draft.safetensors, its tensors.
+"""A trained drafter on disk: a folder with draft.json, its description, and draft.safetensors, its tensors.
 
 `tridecode train-draft` writes it, and the engine reads it. Nothing in it is executed.
 """
@@ -20,10 +20,10 @@ from tridecode.backend.base.errors import ConfigError, WeightFileError
 from tridecode.backend.configuration.model_config import ModelConfig
 
 INFO_FILE, TENSORS_FILE = "draft.json", "draft.safetensors"
-#: changes with the meaning of the two files
+#: version of the format of the two files
 FORMAT = "tridecode-draft-1"
 HEADS, MODEL = "heads", "model"
-#: most tokens that a drafter proposes: a step verifies one token and 15 drafts
+#: maximum drafts per step: a step verifies one token and 15 drafts
 MOST_DEPTH = 15
 _MAX_INFO_BYTES = 1 << 20
 _MAX_WIDTH = 1 << 20
@@ -34,10 +34,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class DraftInfo(msgspec.Struct, frozen=True):
     """draft.json.
 
-    family, hidden_size, vocab_size: those of the target. depth: drafts that it proposes. width: of its inner
+    family, hidden_size, vocab_size: of the target. depth: number of drafts. width: size of the inner
     layer. target: digest of the checkpoint that the target was converted from; "": unknown. tokens_per_step:
-    on held-back prompts, greedily, with 1 to `depth` drafts. texts: how it was trained: tokens, prompts,
-    epochs, seed, temperature.
+    measured on held-back prompts, greedily, with 1 to `depth` drafts. texts: training settings: tokens,
+    prompts, epochs, seed, temperature.
     """
 
     format: str
@@ -54,14 +54,14 @@ class DraftInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TrainedDraft:
-    """A drafter as loaded. tensors: on the CPU, in the dtype of the file."""
+    """A loaded drafter. tensors: on the CPU, in the dtype of the file."""
 
     info: DraftInfo
     tensors: Mapping[str, Tensor]
 
 
 def write_draft(folder: Path, info: DraftInfo, tensors: Mapping[str, Tensor]) -> None:
-    """Write a drafter into a new folder. Its draft.json comes last: a folder without one is incomplete."""
+    """Write a drafter into a new folder. draft.json is written last: a folder without it is incomplete."""
     folder.mkdir(parents=True)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE
@@ -70,7 +70,7 @@ def write_draft(folder: Path, info: DraftInfo, tensors: Mapping[str, Tensor]) ->
 
 
 def write_info(folder: Path, info: DraftInfo) -> None:
-    """Write draft.json. The folder of a draft model has one too, for information."""
+    """Write draft.json. The folder of a draft model also has one, for information."""
     text = msgspec.json.format(msgspec.json.encode(info), indent=1)
     (folder / INFO_FILE).write_bytes(text + b"\n")
 
@@ -110,7 +110,7 @@ def read_info(folder: Path, model: ModelConfig, kind: str) -> DraftInfo:
 
 
 def other_target(info: DraftInfo, digest: str) -> str:
-    """Return a warning if a drafter was trained for another checkpoint than the served one; "" if not.
+    """Return a warning if a drafter was trained for a checkpoint other than the served one, else "".
 
     digest: Manifest.source of the served weights. An unknown digest on either side gives no warning.
     """
@@ -123,7 +123,7 @@ def other_target(info: DraftInfo, digest: str) -> str:
 
 
 def usual_width(hidden: int) -> int:
-    """Return the size of the inner layer of heads for a hidden size: six times as large, up to _WIDTH."""
+    """Return the default size of the heads' inner layer: six times the hidden size, at most _WIDTH."""
     return max(hidden, min(6 * hidden, _WIDTH))
 
 

@@ -1,9 +1,9 @@
-"""Makes the texts of responses into tensors in a fraction of the time that python_backend needs.
+"""Converts texts of responses to tensors in a fraction of the time that python_backend needs.
 
-For each text tensor Triton 2.51 calls `serialize_byte_tensor` of its Python module. That function walks the
-array by numpy's iterator. `install` replaces it by one that treats a single text separately, since most
-responses hold one text. Most texts are one or two tokens, and some hundred of those are half of a language:
-TextTensors sends their tensors again.
+For each text tensor Triton 2.51 calls `serialize_byte_tensor` of its Python module, which walks the array
+with numpy's iterator. `install` replaces that function by one with a fast path for a single text, because
+most responses hold one text. Most texts are one or two tokens, and a few hundred of them make up half of
+a language: TextTensors reuses their tensors.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 _length = struct.Struct("<I").pack
-#: bytes of a text whose tensor is sent again, and number of such tensors of a thread
+#: maximum bytes of a text whose tensor is reused, and maximum number of such tensors per thread
 _LONGEST, _MOST = 24, 512
 
 
 class TextTensors(threading.local):
-    """Tensors of short texts, for each sender thread its own.
+    """Tensors of short texts, per sender thread.
 
-    A tensor gets its place in shared memory when it is sent first, and two threads might then both give it
-    one. Sending it again only counts its users, which python_backend does under a lock.
+    python_backend allocates shared memory for a tensor when it is first sent, and two threads could do so at
+    the same time. Sending it again only increments its reference count, under a lock.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, bytes], Any] = {}
 
     def tensor(self, name: str, text: bytes, make: Callable[[], Any]) -> Any:
-        """Return a tensor of this name and text; make: returns a new one."""
+        """Return a tensor with this name and text, an existing one if possible. make: creates a new one."""
         if len(text) > _LONGEST:
             return make()
         found = self._made.get((name, text))
@@ -50,7 +50,7 @@ def install() -> None:
         return
 
     def serialize(texts: np.ndarray) -> Any:
-        """texts: an array of bytes objects. Returns each text after its length, as one bytes object."""
+        """Return each text after its length, as one bytes object. texts: an array of bytes objects."""
         if texts.size == 1:
             text = texts.item()
             if type(text) is bytes:

@@ -1,9 +1,9 @@
-"""The operations of a step in which rows have LoRA adapters, with Ops.add_adapters behind each GEMM.
+"""The operations of a step in which rows have LoRA adapters, with Ops.add_adapters after each GEMM.
 
-Models call operations and are unaware of adapters. A GEMM with deltas runs without activation, rotation and
-cache; add_adapters follows it. Where its result is a sum to which a norm is applied next, add_adapters waits
-for that norm and computes it too: one launch then replaces the norm's. Tables are read on the device, so that
-a captured graph serves any adapters.
+Models call operations and do not know about adapters. A GEMM with deltas runs without its activation, rotary
+embedding and cache write; add_adapters follows it. If the result is a residual sum that a norm reads next,
+add_adapters is deferred and also computes this norm, so that it replaces the norm's launch. Tables are read
+on the device, so that a captured graph serves any adapters.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tridecode.kernels.operands import (
 )
 from tridecode.kernels.ops import Ops
 
-#: tokens whose products are in memory at once
+#: tokens whose intermediate results are in memory at once
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The tokens of a prompt with an adapter, which are multiplied together."""
+    """The tokens of a prompt with an adapter, multiplied in one GEMM."""
 
     tokens: slice
     table: Table
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A GEMM x -> out whose adapters have not been added to out."""
+    """A GEMM x -> out whose adapters have not been added to out yet."""
 
     x: Tensor
     table: AdapterTable
@@ -53,9 +53,9 @@ class _Sum:
 class AdaptedRows:
     """kernels.ops.Ops for one step with adapters.
 
-    tables: by the identity of the weight. adapters: of the step. segments: prompts, whose rows have no slot.
-    defers: nothing but operations of this object reads a sum, except that of `last`, the weight of the
-    forward's last GEMM.
+    tables: id of a weight -> its table. adapters: the slots of the step's rows. segments: prompts; their rows
+    have no slot. defers: whether add_adapters may be deferred to the next norm, because only operations of
+    this object read residual sums. last: the weight of the forward's last GEMM, whose sum is read elsewhere.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdaptedRows:
         return False
 
     def flush(self) -> None:
-        """Add the adapters of the GEMM that waits for a norm."""
+        """Add the adapters of a GEMM that was deferred to a norm."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._add(waiting)

@@ -13,7 +13,7 @@ from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.lora_tensors import Lora
 from tridecode.kernels.operands import Linear
 
-#: weight of a Linear, by identity -> (a (in, R), b (R, out)) of this rank; the transpose of a is contiguous
+#: id of a Linear's weight -> (a (in, R), b (R, out)) of this rank; the transpose of a is contiguous
 Table = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -21,7 +21,7 @@ Table = dict[int, tuple[Tensor, Tensor]]
 class Place:
     """The matrices of a rank's model.
 
-    linears: those of this rank's stage, by the stems of their files. dtype, device: those of the activations.
+    linears: stem of a file -> matrix, for this rank's stage. dtype, device: of the activations.
     """
 
     specs: Mapping[str, WeightSpec]
@@ -35,7 +35,7 @@ class Place:
     def table(self, lora: Lora) -> Table:
         """Return this rank's share of an adapter, on the host.
 
-        CheckpointError if it does not fit the model.
+        Raises CheckpointError if the adapter does not fit the model.
         """
         missing = set(lora.pairs) - {name for names in self.linears for name in names}
         missing = {name for name in missing if f"{name}.weight" in self.specs or self.num_stages == 1}
@@ -48,17 +48,17 @@ class Place:
         }
 
     def _pair(self, names: tuple[str, ...], lora: Lora) -> tuple[Tensor, Tensor]:
-        """Return a (in, R) and b (R, out) for the matrices `names`, which one GEMM computes side by side."""
+        """Return a (in, R) and b (R, out) of the matrices `names`, which are concatenated in one GEMM."""
         shares = [self._share(name, lora.pairs.get(name)) for name in names]
         a = torch.cat([share[0] for share in shares])
         b = torch.block_diag(*(share[1] for share in shares)) if len(shares) > 1 else shares[0][1]
         a, b = a.to(self.dtype).contiguous().t(), b.t().to(self.dtype).contiguous()
         if not b.isfinite().all() or not a.isfinite().all():
-            raise CheckpointError(f"the adapter has values for {names[0]} that do not fit {self.dtype}")
+            raise CheckpointError(f"the adapter has values for {names[0]} that {self.dtype} cannot represent")
         return a, b
 
     def _share(self, name: str, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return a (R, in) and b (out, R) of one matrix, split like the matrix; R is 0 without a pair."""
+        """Return a (R, in) and b (out, R) of a matrix, split like the matrix; R is 0 without a pair."""
         spec = self.specs[f"{name}.weight"]
         inputs, outputs = spec.shape
         if pair is None:
@@ -76,7 +76,7 @@ class Place:
         return a, self._cut(spec, b)
 
     def _cut(self, spec: WeightSpec, rows: Tensor) -> Tensor:
-        """Return this rank's share of rows that are split like the matrix, with zeros for padding."""
+        """Return this rank's share of rows, split like the matrix and padded with zeros."""
         sizes = spec.share_sizes(self.tensor_size)
         cuts = spec.slices(self.tensor_rank, self.tensor_size)
         parts = [

@@ -37,11 +37,11 @@ _LOOK_S = 1.0  # interval between checks of the directories of loaded adapters
 class AdapterStore:
     """The tables of a rank and, on rank 0, the Loader that engine.adapters.Adapters works with.
 
-    folder: has a directory for each adapter. weights: the directory of lora_targets.json. channel: to the
-    other ranks, if any. tables: where kernels find the adapters, if they add them. on_finished: called in the
-    loading thread when a load has ended. on_broken: called there with the error that ended the thread; the
-    rank must then exit, because it can no longer load adapters. broken: that error, if the thread ended
-    before on_broken was set.
+    folder: has a directory for each adapter. weights: the directory of lora_targets.json. channel: connects
+    the ranks, if there are several. tables: the kernels' tables, if kernels add the adapters. on_finished:
+    called in the loading thread after each load. on_broken: called there with the error that ended the
+    thread; the rank must then exit, because it can no longer load adapters. broken: that error, if the thread
+    ended before on_broken was set.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AdapterStore:
             self.on_broken(error)
 
     def load_now(self, number: int, name: str) -> None:
-        """Load an adapter in this thread, on rank 0 and before any request names one."""
+        """Load an adapter in the calling thread, on rank 0, before any request names one."""
         error = self._load(number, name)
         if error is not None:
             raise error
@@ -221,7 +221,7 @@ class AdapterStore:
             return CheckpointError(f"the adapter could not be loaded: {type(error).__name__}")
 
     def _placed(self, number: int, table: Table) -> Table:
-        """Return the table on the device, and enter it in the kernels' tables."""
+        """Copy the table to the device, add it to the kernels' tables, and return it."""
         host = [tensor for a, b in table.values() for tensor in (a.t(), b)]
         spans = [] if self._device_tables is None else [spans_of(b) for _, b in table.values()]
         copies = self._upload([*host, *spans])

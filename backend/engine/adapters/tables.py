@@ -1,6 +1,6 @@
-"""The adapters of a rank where kernels find them: by slot, at addresses that no load or eviction changes.
+"""The kernels' tables of a rank's adapters, by slot, at addresses that loads and evictions do not change.
 
-Captured graphs read a step's slots and, through the entries of a slot, the matrices of an adapter.
+Captured graphs read the slots of a step's rows and, through the entries of a slot, the adapter's matrices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _SLOTS_OF_ONE = 2
 
 
 def fits(linears: Iterable[Linear]) -> bool:
-    """Return whether Ops.add_adapters adds adapters to GEMMs with these weights: not where a GEMM quantises
-    its input, whose graphs were not close enough to the operations of torch in a test on a GPU."""
+    """Return whether Ops.add_adapters supports GEMMs with these weights.
+
+    GEMMs that quantise their input are excluded: in a GPU test their graphs differed too much from torch."""
     linears = list(linears)
     shapes = [linear.weight.shape for linear in linears]
     return not any(_rounds_input(linear) for linear in linears) and all(
@@ -40,10 +41,11 @@ def _rounds_input(linear: Linear) -> bool:
 
 
 class AdapterTables:
-    """A table for each GEMM of a rank. tables: by the identity of the weight.
+    """A table for each GEMM of a rank. tables: id of a weight -> its table.
 
-    `place` is called by the thread that loads adapters, the others by that of the steps. The prefix of any
-    length of a step's order is an order of as many rows, because rows without adapters follow ascending.
+    The thread that loads adapters calls `place`; the thread of the steps calls the other methods. Any prefix
+    of a step's row order is a valid order of that many rows, because rows without adapters follow in
+    ascending order.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class AdapterTables:
         ring: int,
         device: torch.device,
     ):
-        """max_rows, max_tokens: decode rows of a captured step, and tokens of any step. ring: host buffers,
-        more than the plans in flight."""
+        """max_rows: most decode rows of a captured step. max_tokens: most tokens of any step. ring: number of
+        host buffers, more than the plans in flight."""
         weights = [id(linear.weight) for linear in linears]
         slots = _SLOTS_OF_ONE * max_loras
         self._entries = torch.zeros(slots, len(weights), 4, dtype=torch.int64, device=device)
@@ -75,7 +77,7 @@ class AdapterTables:
         return self._slots[number]
 
     def load(self, slots: np.ndarray) -> None:
-        """Start the copy of the slots of a step's tokens, (T,) int32, to the device."""
+        """Start copying the slots of a step's tokens, (T,) int32, to the device."""
         count = max(len(slots), self._max_rows)
         host, self._turn = self._ring[self._turn], (self._turn + 1) % len(self._ring)
         words = host.numpy()
@@ -84,17 +86,17 @@ class AdapterTables:
         self._rows[: 2 * count].copy_(host[: 2 * count], non_blocking=True)
 
     def rows(self, tokens: int) -> AdapterSlots:
-        """Return the adapters of the step that `load` has loaded, of `tokens` tokens. A decode step may have
-        more rows than were loaded, up to max_rows, at the same addresses for each number of rows."""
+        """Return the adapters of the step passed to `load`, for `tokens` tokens. A padded decode step may
+        have more rows, up to max_rows; the addresses depend only on the number of rows."""
         count = max(tokens, self._max_rows)
         return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens])
 
     def place(
         self, number: int, table: Table, spans: dict[int, Tensor], write: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Give an adapter a slot, and fill its entries.
+        """Assign a slot to an adapter and fill its entries.
 
-        spans: by the identity of the weight, on the device. write: Upload.write. Raises CapacityError if
+        spans: id of a weight -> spans of b on the device. write: Upload.write. Raises CapacityError if
         evicted adapters hold all slots.
         """
         if not self._free:
@@ -124,7 +126,7 @@ class AdapterTables:
         write(entries, self._entries[slot])
 
     def release(self, number: int) -> None:
-        """Free the slot of an adapter that no later step uses; those in flight may still read it."""
+        """Free the slot of an adapter that no later step uses; steps in flight may still read it."""
         slot = self._slots.pop(number, None)
         if slot is None:
             return

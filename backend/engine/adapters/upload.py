@@ -1,4 +1,4 @@
-"""Copies tensors to a device while its steps run, without delaying them."""
+"""Copies tensors to a device without delaying its steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PIECE = 8 << 20  # bytes of the pinned buffer
 
 
 class Upload:
-    """Copies to one device. Used by one thread, which is not the one that runs steps.
+    """Copies to one device. Used by a single thread other than the thread that runs steps.
 
-    On a GPU the tensors of a call share one allocation, and go through a pinned buffer and a stream of their
-    own: a copy of pageable memory in the stream of the steps would make them wait.
+    On a GPU the tensors of a call share one allocation and are copied through a pinned buffer on a separate
+    stream: copying pageable memory on the stream of the steps would stall them.
     """
 
     def __init__(self, device: torch.device):
@@ -24,8 +24,8 @@ class Upload:
         self._pinned: Tensor | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return contiguous copies on the device, which are complete. Steps in the default stream may read
-        them, also while they are freed."""
+        """Return contiguous copies on the device after the copy has completed. Steps on the default stream
+        may still read them when they are freed."""
         if self._device.type != "cuda":
             return [tensor.to(self._device) for tensor in tensors]
         if self._stream is None:
@@ -44,7 +44,7 @@ class Upload:
         return copies
 
     def write(self, tensor: Tensor, to: Tensor) -> None:
-        """Overwrite a contiguous tensor of the device that no step in flight reads."""
+        """Overwrite a contiguous tensor on the device that no step in flight reads."""
         if self._stream is None:
             to.copy_(tensor)
             return

@@ -44,7 +44,7 @@ class BlockHasher:
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
-        # copied for each hash: a keyed hash begins with a block of the key, a third of the work
+        # copied for each hash, because hashing the key block is a third of the work
         self._keyed = hashlib.blake2b(digest_size=_KEY_BYTES, key=secret or secrets.token_bytes(32))
         self._process = secrets.token_bytes(16)
 

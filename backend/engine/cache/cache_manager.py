@@ -225,8 +225,8 @@ class CacheManager:
             self.tables[sequence.slot, first : first + len(indexed)] = indexed
 
     def index_answer(self, sequence: Sequence) -> None:
-        """Index the full blocks of a decoding sequence whose tokens are known, so that the host tier has them
-        when the sequence is preempted, or its engine killed.
+        """Index the full blocks of a decoding sequence with known tokens, so that the host tier has them
+        if the sequence is preempted or the engine is killed.
         """
         self._index(sequence, self.prefixes.written(sequence, self.lengths.item(sequence.slot)))
 
@@ -300,7 +300,7 @@ class CacheManager:
         return min(tokens, len(sequence.blocks) * size)
 
     def trim(self, sequence: Sequence, more: int = 0) -> None:
-        """Give back the blocks behind the sequence's last token and `more` tokens."""
+        """Free the blocks beyond the sequence's last token plus `more` tokens."""
         needed = -(-(self.lengths.item(sequence.slot) + more) // self.block_tokens)
         if needed < len(sequence.blocks):
             self.index.release(sequence.blocks[needed:])

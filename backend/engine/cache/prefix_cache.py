@@ -91,7 +91,7 @@ class PrefixCache:
         return self._keys(sequence, 0, min(length, sequence.num_known) // self._size)
 
     def written(self, sequence: Sequence, length: int) -> int:
-        """Return how many of a sequence's tokens planned steps write for certain. length: at most."""
+        """Return how many of a sequence's tokens planned steps certainly write, at most `length`."""
         return min(length, sequence.num_known - 1) if sequence.unsettled else length
 
     def index_written(self, sequence: Sequence, length: int) -> tuple[int, list[int]]:

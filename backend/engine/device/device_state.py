@@ -38,8 +38,8 @@ class DeviceState:
     config: resolved (resolved_settings.resolve). vocab: the ids of this rank if the tensor ranks share the
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     draft_layers: shape of a block, (2, kv heads, tokens, head size), for each cache layer of the drafter;
-    `caches` has them behind the model's layers. draft, trained: the draft
-    model or the trained drafter, if there is one.
+    `caches` has these layers after the model's. draft, trained: the draft model or the trained drafter, if
+    any.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DeviceState:
         ops.reserve(
             config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
         )
-        #: of the most likely tokens that each step finds itself; None: see device/parts/top_tokens.py
+        #: buffers of the most likely tokens, if each step computes them; None: see device/parts/top_tokens.py
         self.top: TopRows | None = None
         if ops.has_top_log_probs and self._samples_alone:
             self.top = TopRows.allocate(rows, config.max_bad_word_tokens, columns, device)
@@ -92,7 +92,7 @@ class DeviceState:
         return 0 if self.vocab is None else self.vocab.first
 
     def _adapter_tables(self, weights: Weights) -> AdapterTables | None:
-        """Return the tables in which kernels find adapters, if they add them and adapters are served."""
+        """Return the kernels' tables of adapters, if adapters are served and kernels add them."""
         config, linears = self.config, list(weights.linears.values())
         if config.lora_path == "none" or config.batch_invariant or not self.ops.fuses_adapters:
             return None
@@ -103,7 +103,7 @@ class DeviceState:
 
     @property
     def _samples_alone(self) -> bool:
-        """Return whether the ranks that sample have the logits of the whole vocabulary; the same on all."""
+        """Return whether sampling ranks have the logits of the whole vocabulary; the same on all ranks."""
         return self.ranks.tensor_size == 1 or (self.vocab is None and self.ranks.num_stages == 1)
 
     def prompt_place(self) -> PromptPlace:
@@ -117,8 +117,8 @@ class DeviceState:
         dtype: torch.dtype | None = None,
         with_drafter: bool = True,
     ) -> list[CacheLayer]:
-        """Return empty caches for all layers of this stage. device: default this rank's. dtype: default that
-        of kv_cache_dtype. with_drafter: the drafter's layers follow.
+        """Return empty caches for all layers of this stage. device: default: this rank's. dtype: default:
+        that of kv_cache_dtype. with_drafter: append the drafter's layers.
         """
         dtype = dtype or CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
         shapes = self._block_shapes() + (self.draft_layers if with_drafter else [])

@@ -60,7 +60,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
-        self.part_graphs: dict[type[StepPart], DecodeGraphs] = {}  # of decode steps that have the part
+        self.part_graphs: dict[type[StepPart], DecodeGraphs] = {}  # graphs of decode steps with the part
         self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
@@ -79,7 +79,8 @@ class Engine:
         return max(2, self.micro_batches) if self.is_asynchronous else self.micro_batches
 
     def pin_host_memory(self, on_done: Callable[[], None] = lambda: None) -> None:
-        """Start to pin the memory of the host tier in a thread, if there is one, once the engine is ready.
+        """Start a thread that pins the memory of the host tier, if there is one. Call it once the engine is
+        ready.
 
         on_done: called in the thread at the end.
         """
@@ -88,7 +89,7 @@ class Engine:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts of a row, at most."""
+        """Maximum number of drafts per row."""
         most = self.config.max_draft_tokens
         return most if self.drafter is None else min(most, self.drafter.most_drafts)
 
@@ -115,10 +116,10 @@ class Engine:
         return self._pending(plan, parts)
 
     def sample_late(self, plan: StepPlan, pending: Pending, rows: list[int], masks: np.ndarray) -> Pending:
-        """Sample these rows of the newest step, some of plan.late, and return the step with its result.
+        """Sample `rows`, a subset of plan.late, of the newest step, and return the step with its result.
 
-        pending: what `launch` returned for the plan. masks: (n, W) int32, of the rows. Call it before the
-        next step is launched, also without rows; rank 0 does it for all ranks.
+        pending: the return value of `launch` for the plan. masks: (n, W) int32, one per row. Call it before
+        the next step is launched, also without rows; rank 0 decides for all ranks.
         """
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(LateSamples(plan.step, rows, masks))
@@ -197,7 +198,7 @@ class Engine:
         self.sampler.start(plan)
         batch = self.prompt_graphs.replay(plan, shape)
         if parts:
-            state, gap = self.state, shape.decodes - plan.num_decodes  # rows that pad the decode rows
+            state, gap = self.state, shape.decodes - plan.num_decodes  # padding of the decode rows
             context = Context(self._step_ops(parts, batch), self.ranks, state.work, batch)
             for part in parts:
                 part.after_forward(context, state.work.hidden[gap : gap + plan.num_tokens])
@@ -213,9 +214,9 @@ class Engine:
     ) -> None:
         """Run one forward of this stage and, on the last, sample.
 
-        work.hidden holds the output of the stage before, and afterwards that of this stage. plan: None while
-        nothing is served: no slot starts. parts: the device side of the plan's parts. ops: default: those of
-        the parts.
+        work.hidden holds the output of the previous stage, and afterwards the output of this stage. plan:
+        None before serving: no slot starts. parts: the device side of the plan's parts. ops: default: the
+        operations of the parts.
         """
         state = self.state
         context = Context(ops or self._step_ops(parts, batch), self.ranks, state.work, batch)

@@ -108,7 +108,7 @@ def _open_draft(
     has_peers: bool,
     progress: Progress | None,
 ) -> tuple[ModelConfig, Weights] | None:
-    """Return the config and the open weights of the draft model, if the settings want one.
+    """Return the config and the open weights of the draft model, if one is configured.
 
     Raises ConfigError and WeightFileError, which name its folder.
     """

@@ -23,11 +23,11 @@ _CPU_ROWS = (1, 4, 16)
 
 
 def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
-    """Return the seconds of steps of decode rows of up to most_queries tokens. Collective. None for a device
-    that is neither a GPU nor a CPU.
+    """Return the measured seconds of steps whose decode rows have up to most_queries tokens. Collective. None
+    for a device that is neither a GPU nor a CPU.
 
-    The rows are empty: attention to their own tokens and sampling are not measured. The drafts of a row
-    cost what the drafter needs to compute them.
+    The rows have empty contexts, so attention to earlier tokens and sampling are not measured. The cost of
+    drafts is the time that the drafter needs to compute them.
     """
     device = engine.device.type
     if device not in _RUNS:
@@ -46,7 +46,7 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
 
 
 def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:
-    """Return the median seconds of a step and of its drafts, this number for each row."""
+    """Return the median seconds of a step and of `drafts` drafts for each of its rows."""
     times = []
     for run in range(_RUNS[engine.device.type] + 1):
         begun = time.perf_counter()

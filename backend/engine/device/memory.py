@@ -52,12 +52,12 @@ _MAX_HOST_BYTES = 4 << 30
 class RankMemory:
     """Bytes of one rank.
 
-    weights: those of the model and its drafter, including tables of positions and slopes. workspace:
+    weights: weights of the model and its drafter, including tables of positions and slopes. workspace:
     activations, sampling state and the arrays of a step. scratch: temporary memory of kernels; 0 on a CPU.
     block: one block of the cache, in all layers of this rank. host: host buffers of a GPU's rank. max_blocks:
     the number of blocks that sequences of maximum length can use. adapters: the limit for LoRA adapters,
-    which are loaded while serving; not part of `fixed`. background: bytes of each feature that runs its own
-    model between steps, by name.
+    which are loaded while serving; not part of `fixed`. background: feature that runs its own model between
+    steps -> its bytes.
     """
 
     stage: int

@@ -56,9 +56,9 @@ def build_engine(
 ) -> Engine:
     """Return an engine that is ready for its first step. Collective.
 
-    config: resolved. draft, trained: the draft model or the trained drafter, if there is one. open_weights:
+    config: resolved. draft, trained: the draft model or the trained drafter, if any. open_weights:
     see Engine. phase: called with the name of each phase as it begins. open_host: opens this rank's part of
-    the host tier, if there is room for it; None: there is none.
+    the host tier, if the memory is available; None: no host tier.
     """
     state = DeviceState(model, config, weights, ops, ranks, device, draft)
     state.trained = trained

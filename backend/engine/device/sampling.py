@@ -17,7 +17,7 @@ from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, 
 #: a parameter with the name of a column is copied unchanged
 _PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
 
-#: slots that are written one by one
+#: up to this many slots are written one by one
 _FEW_SLOTS = 2
 
 
@@ -68,8 +68,8 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
 def _store_slots(state: SamplingState, slots: list[int], rows: np.ndarray) -> None:
     """Write SLOT records to these slots on the device.
 
-    Few are copied one by one, because indices on the device take the host longer, and the first step of a
-    request waits for them.
+    A few records are copied one by one, because index tensors on the device take the host longer, and the
+    first step of a request waits for this.
     """
     held, device = words(rows), state.slots.device
     if len(slots) > _FEW_SLOTS:

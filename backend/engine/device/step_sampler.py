@@ -24,9 +24,9 @@ from tridecode.kernels.sampling_state import SamplingState
 class StepSampler:
     """Owns the sampled tokens on the device and their buffers on the host.
 
-    ring: number of host buffers, used in turns; more than there are steps in flight; 0: results stay on the
-    device. sampling: of the slots; None: the state's. accepted: (B,) int32, of
-    the decode rows of the newest step that verifies.
+    ring: number of host buffers, used in turns, more than the steps in flight; 0: results stay on the
+    device. sampling: state of the slots; None: the engine's. accepted: (B,) int32, samples that each
+    decode row of the newest verifying step keeps.
     """
 
     def __init__(self, state: DeviceState, ring: int, sampling: SamplingState | None = None):
@@ -55,8 +55,8 @@ class StepSampler:
             start_slots(self._sampling, plan.starts, self._state.first_id)
 
     def sample(self, logits: Tensor, batch: Batch) -> None:
-        """Draw a token for each sample of the batch, and find the most likely ones of the rows that want
-        them. logits: (R, V) of this rank's ids."""
+        """Draw a token for each sample of the batch, and find the most likely tokens of rows that request
+        them. logits: (R, V), for this rank's ids."""
         ops, top, place = self._state.ops, self._top, (batch.sample_slots, self._sampling)
         if top is None:
             self._sample(logits, batch)
@@ -85,8 +85,8 @@ class StepSampler:
             verify_rows(self._draw, logits[:first], batch, state, *outputs)
 
     def draw(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """Draw a token for each row; return (R,) int32, valid until the next call. logits: (R, V) of this
-        rank's ids. slots: (R,) int32, -1 for a row without a token, whose value is undefined."""
+        """Draw a token for each row; return (R,) int32, valid until the next call. logits: (R, V), for this
+        rank's ids. slots: (R,) int32, -1 for a row without a token, whose result is undefined."""
         tokens, log_probs = self.tokens[: len(slots)], self._log_probs[: len(slots)]
         self._draw(logits, slots, self._sampling, tokens=tokens, log_probs=log_probs)
         return tokens

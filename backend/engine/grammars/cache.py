@@ -1,4 +1,4 @@
-"""The grammars that stay compiled, by their digest. No torch."""
+"""Caches compiled grammars by their digest. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections import OrderedDict
 from tridecode.backend.engine.grammars.matcher import GrammarFault, TokenMatcher
 from tridecode.backend.wire.structured_output import StructuredOutput
 
-#: compiled grammars that are kept, and the bytes of their texts
+#: maximum number of cached grammars, and maximum bytes of their texts
 CACHED_GRAMMARS, CACHED_BYTES = 64, 4 << 20
-#: digests of grammars whose compilation exceeded a limit, which are not compiled again
+#: maximum number of remembered grammars whose compilation exceeded a limit; they are not compiled again
 CACHED_FAULTS = 1024
 
 
 class GrammarCache:
-    """Any thread."""
+    """An LRU cache; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,9 +29,9 @@ class GrammarCache:
         return hashlib.sha256(f"{output.kind}\0{output.text}".encode()).digest()
 
     def get(self, key: bytes) -> TokenMatcher | None:
-        """Return the matcher at the beginning of an answer, to be copied; None if the grammar is not known.
+        """Return the matcher at the beginning of an answer, to be copied; None if the grammar is not cached.
 
-        Raises the GrammarFault of one that exceeded a limit before.
+        Raises the GrammarFault of a grammar that exceeded a limit before.
         """
         with self._lock:
             if key in self._faults:
@@ -43,7 +43,7 @@ class GrammarCache:
             return known[0]
 
     def put(self, key: bytes, matcher: TokenMatcher, size: int) -> None:
-        """Keep a grammar. size: of its text."""
+        """Keep a grammar. size: bytes of its text."""
         with self._lock:
             if key not in self._matchers:
                 self._matchers[key] = matcher, size

@@ -16,9 +16,9 @@ REASONS = ("refused", "time", "memory", "answer", "internal")
 class GrammarCounts:
     """Totals since the engine started.
 
-    compiled: grammars, in `seconds` on the clock, with their check. hits: requests whose grammar was compiled
-    before. masks: computed masks. late_masks: rows of a step that ended before their mask was there.
-    failures: requests that ended because of their grammar, by reason.
+    compiled: grammars that were checked and compiled, in `seconds` of wall time. hits: requests whose grammar
+    was cached. masks: computed masks. late_masks: rows whose step ended before their mask was ready.
+    failures: reason -> requests that ended because of their grammar.
     """
 
     compiled: int = 0
@@ -30,18 +30,18 @@ class GrammarCounts:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_compiled(self, seconds: float) -> None:
-        """Count a grammar; for the threads that compile."""
+        """Count a compiled grammar. Called by the compiling threads."""
         with self._lock:
             self.compiled += 1
             self.seconds += seconds
 
     def fail(self, error: TridecodeError) -> None:
-        """Count a request that ends because of its grammar; for the loop's thread."""
+        """Count a request that ends because of its grammar. Called by the loop's thread."""
         reason = error.reason if isinstance(error, GrammarFault) else "internal"
         self.failures[reason] = self.failures.get(reason, 0) + 1
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals by their names in EngineBeat.metrics."""
+        """Return name in EngineBeat.metrics -> total."""
         return {
             "grammar_compilations": self.compiled,
             "grammar_compile_seconds": self.seconds,

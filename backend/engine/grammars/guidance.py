@@ -58,7 +58,7 @@ class _Words:
 
 
 class Guidance:
-    """A GrammarCompiler. encode: tokenises a text. threads: those that compute masks together; 0: none, and
+    """A GrammarCompiler. encode: tokenises a text. threads: number of threads that compute masks; 0:
     `advance` must not be called.
     """
 

@@ -23,9 +23,9 @@ def load_grammars(
     mask_cpu_ms: float = 20.0,
     grammar_cpu_ms: float = 150.0,
 ) -> Grammars:
-    """Return the grammars of an engine; without a usable tokenizer all are refused with the reason.
+    """Return the grammars of an engine. Without a usable tokenizer they refuse all requests with the reason.
 
-    folder: of tokenizer.json. vocab_size, end_ids: of the model; ids of -1 do not count. mask_cpu_ms,
+    folder: contains tokenizer.json. vocab_size, end_ids: the model's; ids of -1 are ignored. mask_cpu_ms,
     grammar_cpu_ms: see EngineConfig.
     """
     if folder is None or not (folder / "tokenizer.json").is_file():

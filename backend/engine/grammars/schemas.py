@@ -1,7 +1,7 @@
-"""Prepares a JSON schema for the compiler: what it refuses or accepts although the schema itself says more.
+"""Prepares a JSON schema for the compiler, for two cases that the compiler does not handle.
 
-`oneOf` whose alternatives cannot overlap becomes `anyOf`, and a schema that no finite value satisfies is
-refused. The work is Python: with a checker it is done in its process.
+A `oneOf` whose alternatives cannot overlap becomes `anyOf`, and a schema that no finite value satisfies is
+refused. This is Python code without time limits; if there is a checker, it runs in the checker's process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
             "additionalItems", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-#: references that are followed, one behind the other, and properties within properties
+#: maximum length of a chain of references, and maximum depth of properties within properties
 _DEPTH = 8
-#: alternatives of a `oneOf` that are compared in pairs
+#: maximum number of alternatives of a `oneOf` that are compared in pairs
 _MOST_PAIRED = 48
 
 
@@ -33,17 +33,17 @@ _Facts = tuple[set[str], set[Any] | None, dict[str, Any]]
 
 
 def prepare(output: StructuredOutput) -> StructuredOutput:
-    """Return what the compiler is to compile instead. Raises GrammarFault."""
+    """Return the output with the schema that the compiler should compile. Raises GrammarFault."""
     if output.kind != "json_schema" or not ('"oneOf"' in output.text or '"$ref"' in output.text):
         return output
     try:
         schema = json.loads(output.text)
         if '"$ref"' in output.text and not _Finite(schema).check():
-            found = "no finite value satisfies it: what it requires refers to itself without end"
+            found = "no finite value satisfies it: it refers to itself without end"
             raise GrammarFault(f"structured_output (json_schema) is refused: {found}")
         if '"oneOf"' in output.text and _Alternatives(schema).rewrite():
             return msgspec.structs.replace(output, text=json.dumps(schema, allow_nan=False))
-    except (ValueError, RecursionError):  # the compiler says what is wrong
+    except (ValueError, RecursionError):  # the compiler reports the fault
         pass
     return output
 
@@ -61,11 +61,11 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 class _Document:
-    """A schema and its references within itself."""
+    """A schema and the references within it."""
 
     def __init__(self, root: Any):
         self.root = root
-        # a base of its own changes what the references below it mean
+        # an $id changes the meaning of the references below it
         self._has_bases = any("$id" in one for one in self.all() if one is not root)
 
     def all(self) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ class _Document:
                 todo += _subschemas(one)
 
     def target(self, reference: Any) -> Any:
-        """Return what a reference points to; None where that is not certain."""
+        """Return the target of a reference; None if it is not certain."""
         if not isinstance(reference, str) or not reference.startswith("#") or self._has_bases:
             return None
         found, parts = self.root, unquote(reference[1:]).split("/")
@@ -95,10 +95,10 @@ class _Document:
 
 
 class _Finite(_Document):
-    """Finds out whether a finite value satisfies the schema, as far as references decide it."""
+    """Checks whether a finite value satisfies the schema, as far as references determine it."""
 
     def check(self) -> bool:
-        """Return False only where none does."""
+        """Return False only if certainly no finite value satisfies the schema."""
         schemas = list(self.all())
         self._known: dict[int, bool] = {id(one): False for one in schemas}
         changed = True
@@ -110,11 +110,11 @@ class _Finite(_Document):
         return self._has(self.root)
 
     def _has(self, schema: Any) -> bool:
-        """Return what is known of a subschema; True where nothing is."""
+        """Return whether a subschema has a finite value, as far as known; True if nothing is known."""
         return self._known.get(id(schema), True)
 
     def _holds(self, schema: dict[str, Any]) -> bool:
-        """Return whether a schema has a finite value if those that it needs have one."""
+        """Return whether a schema has a finite value if the subschemas that it requires have one."""
         if "$ref" in schema:
             return self._has(self.target(schema["$ref"]))
         if not all(map(self._has, _list(schema, "allOf"))):
@@ -135,7 +135,7 @@ class _Finite(_Document):
 
 
 class _Alternatives(_Document):
-    """Replaces `oneOf` by `anyOf` where two alternatives can never hold together."""
+    """Replaces `oneOf` by `anyOf` if no value can satisfy two alternatives."""
 
     def rewrite(self) -> bool:
         """Return whether anything was replaced."""
@@ -144,7 +144,7 @@ class _Alternatives(_Document):
             alternatives = one.get("oneOf")
             if isinstance(alternatives, list) and "anyOf" not in one and self._are_apart(alternatives):
                 names = list(one)
-                values = [one.pop(name) for name in names]  # the order of properties is that of an answer
+                values = [one.pop(name) for name in names]  # an answer has its properties in this order
                 one.update(zip(("anyOf" if name == "oneOf" else name for name in names), values))
                 changed = True
         return changed
@@ -179,9 +179,9 @@ class _Alternatives(_Document):
         return False
 
     def _facts(self, schema: dict[str, Any], depth: int = 0) -> _Facts:
-        """Return types and values that hold for whatever satisfies the schema (None: any value), and the
-        schemas of its required properties. Keywords next to a reference do not count: older drafts
-        ignore it.
+        """Return the types and values to which the schema restricts a value (None: any), and the schemas of
+        its required properties. Keywords next to a reference are not used, because older drafts
+        ignore them.
         """
         if "$ref" in schema:
             target = self.target(schema["$ref"])
@@ -209,7 +209,7 @@ class _Alternatives(_Document):
 
 
 def _value(value: Any) -> tuple[str, Any]:
-    """Return a value of JSON with its type, so that true is not 1, and 1 is 1.0."""
+    """Return a JSON value with its type, so that true differs from 1, but 1 equals 1.0."""
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean"), value
     return ("string" if isinstance(value, str) else "number"), value

@@ -1,9 +1,9 @@
 """Compiles grammars and computes masks on threads of their own. No torch.
 
 The loop's thread calls everything except the bodies of jobs. A group waits outside the planner's queue while
-its grammar is compiled, as it does for an adapter. One thread compiles what takes little time, and leaves the
-rest to another one, so that everyday schemas do not wait for large ones; a third begins answers whose grammar
-is known.
+its grammar is compiled, as it does for an adapter. One thread compiles small grammars and leaves the others
+to a second thread, so that typical schemas do not wait for large ones; a third thread starts answers whose
+grammar is cached.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger("tridecode.engine")
 
 _Job = tuple[Any, int]  # a sequence with a constraint, and its newest token
 
-#: the threads that compile, by their connection to the checker
+#: connection to the checker of each compiling thread
 _QUICK, _SLOW = 0, 1
 CONNECTIONS = 2
-#: CPU time that the first of them gives to a grammar
+#: CPU time limit of the first compiling thread
 QUICK_CPU_MS = 20.0
 #: masks that the library computes in one call, so that the first of many do not wait for the last
 MOST_TOGETHER = 64
@@ -58,8 +58,8 @@ class Start:
 
 @dataclass
 class _Compilation:
-    """A group that waits for its grammar. matcher: of a grammar that was compiled before. error, constraints:
-    the result, in the order of `starts`.
+    """A group that waits for its grammar. matcher: the cached grammar, if there is one. error, constraints:
+    the result; constraints are in the order of `starts`.
     """
 
     group: Any
@@ -71,10 +71,10 @@ class _Compilation:
 
 
 class Grammars:
-    """Grammars of one engine. fault: why it cannot compile any; "": it can.
+    """Grammars of one engine. fault: the reason why it cannot compile any; "" if it can.
 
-    mask_cpu_s: limit of the thread CPU time of one mask. checker: compiles each grammar first; None: grammars
-    are trusted. on_ready: called by a worker when a grammar is compiled.
+    mask_cpu_s: limit of the thread CPU time for one mask. checker: compiles each grammar first; None:
+    grammars are trusted. on_ready: called by a worker when a grammar is compiled.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Grammars:
             return
         try:
             self._checker.start()
-        except TridecodeError as error:  # the first grammar fails with it
+        except TridecodeError as error:  # the first grammar fails with this error
             log.warning("%s", error)
 
     def release(self, group: Any) -> None:
@@ -269,7 +269,7 @@ class Grammars:
             self._work(found, lambda wanted: self._matcher(wanted.output, _SLOW))
 
     def _work(self, found: _Compilation, matcher_of: Callable[[_Compilation], TokenMatcher | None]) -> None:
-        """Give a compilation its result; without effect where matcher_of returns None."""
+        """Store the result of a compilation; do nothing if matcher_of returns None."""
         if self._waiting.get(id(found.group)) is not found:
             return  # cancelled
         try:
@@ -280,14 +280,14 @@ class Grammars:
             found.error = next((one.error for one in found.constraints if one.error is not None), None)
         except TridecodeError as error:
             found.error = error
-        except BaseException as error:  # also a panic of the library: it ends only this request
+        except BaseException as error:  # a panic of the library, too, ends only this request
             log.exception("a grammar could not be compiled")
             found.error = TridecodeError(f"the grammar could not be compiled: {type(error).__name__}")
         self._compiled.put(found)
         self.on_ready()
 
     def _try_quickly(self, found: _Compilation) -> TokenMatcher | None:
-        """Compile a grammar that takes little time; leave another one to the slow thread, and return None."""
+        """Compile a small grammar. Leave a grammar that takes longer to the slow thread, and return None."""
         try:
             return self._matcher(found.output, _QUICK, QUICK_CPU_MS)
         except GrammarFault as fault:
@@ -305,7 +305,7 @@ class Grammars:
     def _matcher(
         self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
     ) -> TokenMatcher:
-        """Return the compiled grammar, from the cache if it is there. connection, cpu_ms: of the checker."""
+        """Return the compiled grammar, from the cache if possible. connection, cpu_ms: see the checker."""
         assert self._compiler is not None
         key, begun = self._cache.key(output), time.monotonic()
         known = self._cache.get(key)

@@ -13,8 +13,8 @@ from tridecode.backend.engine.schedule.sequence import Sequence
 class Fetch:
     """Blocks that are copied into the cache for a waiting sequence.
 
-    parent: identity of the block before the first one. blocks: of the cache, one for each slot. held: blocks
-    of the cache before them, which must not be evicted meanwhile. issued, landed: numbers of copies.
+    parent: identity of the block before the first one. blocks: cache blocks, one per slot. held: cache blocks
+    before them, which must not be evicted meanwhile. issued, landed: numbers of started and finished copies.
     """
 
     sequence: Sequence
@@ -30,12 +30,12 @@ class Fetch:
 
     @property
     def waits(self) -> bool:
-        """Return whether copies are still to be issued."""
+        """Return whether some copies have not been issued yet."""
         return not self.failed and self.issued < len(self.slots)
 
 
 class Flight(NamedTuple):
-    """A part whose result is not committed. ins: the fetch of each copy into the cache."""
+    """A part whose result has not been committed. ins: the Fetch of each copy into the cache."""
 
     part: HostCopies
     ins: list[Fetch]

@@ -30,10 +30,10 @@ _SETTINGS = (
 
 
 def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore | None:
-    """Return the store of this rank; None on all ranks if the memory of one is not available. Collective.
+    """Return the store of this rank; None on all ranks if one rank's memory is not available. Collective.
 
-    fd: the memory file that the supervisor owns; None: one of this process, which ends with it. Raises
-    ConfigError if there can be none.
+    fd: the memory file that the supervisor owns; None: create one that ends with this process. Raises
+    ConfigError if the settings do not allow a host tier.
     """
     config, ranks = state.config, state.ranks
     if fd is None:
@@ -59,7 +59,7 @@ def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore
 
 
 def _has_room(state: DeviceState, region: HostRegion) -> bool:
-    """Return whether there is memory for the parts of all ranks; log once if there is not."""
+    """Return whether there is memory for the parts of all ranks; log once if not."""
     config = state.config
     on_node = max(round(config.host_cache_bytes / region.size), 1)  # ranks that share this node's memory
     wanted, free = (region.size - region.resident) * on_node, available_memory()
@@ -81,7 +81,7 @@ def identity_of(
     facts += [f"{name}={getattr(config, name)}" for name in _SETTINGS]
     facts += [f"rank={rank}", f"torch={torch.__version__}", f"device={device.type}"]
     folders = [directory] if config.weights == "files" else []
-    if config.speculation == DRAFT:  # keys and values of the draft model are layers of the blocks
+    if config.speculation == DRAFT:  # the blocks include layers for the draft model's keys and values
         folders.append(Path(config.draft_path))
         facts.append(DRAFT)
     for folder in folders:

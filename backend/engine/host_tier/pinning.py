@@ -15,21 +15,22 @@ from torch import Tensor
 from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.engine.host_tier.readiness import SHARES
 
-#: seconds between two pieces, in which steps get the driver's lock. The host of an H200 populates 2 GB/s and
-#: pins 20 GB/s of populated memory; without the rest a step waited for up to 0.2 s, and 1 s if fresh
+#: seconds between two pieces, during which steps can take the driver's lock. The host of an H200 populates 2
+#: GB/s and pins 20 GB/s of populated memory; without pauses a step waited up to 0.2 s, or 1 s for fresh
+#: memory
 _REST_S = 0.0003
-#: bytes that are to remain available on the host, or the tier is off: others have taken the rest meanwhile
+#: bytes that must remain available on the host; with less the tier is turned off
 _RESERVE_BYTES = 64 << 20
-_HUGEPAGE, _POPULATE_WRITE = 14, 23  # of madvise; Linux before 5.14 does not know the latter
+_HUGEPAGE, _POPULATE_WRITE = 14, 23  # for madvise; Linux before 5.14 lacks the latter
 
-_libc = ctypes.CDLL(None)  # which releases the interpreter's lock
+_libc = ctypes.CDLL(None)  # calls release the GIL
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 log = logging.getLogger("tridecode.engine")
 
 
 class Pinning:
-    """pieces: (slots, bytes) each, in the order in which they are pinned. fault: why they never will be."""
+    """pieces: (slots, bytes) each, in the order of pinning. fault: the reason why pinning has failed."""
 
     def __init__(self, pieces: Sequence[Tensor], device: torch.device):
         self.is_done, self.fault = False, ""
@@ -47,7 +48,7 @@ class Pinning:
 
     @property
     def shares(self) -> int:
-        """Return how many SHARES of the slots are pinned, from the first slot on; -1 if there is a fault."""
+        """Return how many of the SHARES of the slots are pinned, from the first slot on; -1 after a fault."""
         if self.fault:
             return -1
         if self.is_done:
@@ -63,9 +64,9 @@ class Pinning:
         self._thread.join()
 
     def undo(self) -> None:
-        """Stop, and unpin everything. No copy may be in flight."""
+        """Stop pinning and unpin everything. No copy may be in flight."""
         self._stops = True
-        self._thread.join()  # ends after the piece in its hands
+        self._thread.join()  # ends after its current piece
         _unpin(self._pinned)
 
     def _run(self) -> None:
@@ -84,7 +85,7 @@ class Pinning:
             if self._stops:
                 return "another rank could not pin its memory"
             if (free := available_memory()) < _RESERVE_BYTES:
-                return f"{self._progress()}, then the host has only {free:,} left"
+                return f"{self._progress()}; the host has only {free:,} left"
             _populate(piece)
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
             if code:
@@ -100,14 +101,14 @@ class Pinning:
 
 
 def _unpin(pieces: list[Tensor]) -> None:
-    """Unpin pieces, and forget them. The driver remembers pinned addresses that are unmapped, and then pins
-    and maps nothing else there.
+    """Unpin pieces and clear the list. If pinned memory is unmapped, the driver keeps its addresses and can
+    no longer pin or map memory there.
     """
     while pieces:
         torch.cuda.cudart().cudaHostUnregister(pieces.pop().data_ptr())
 
 
 def _populate(piece: Tensor) -> None:
-    """Give the pages memory, as far as the kernel can: pinning does it, too, but with the driver's lock."""
+    """Populate the pages if the kernel can. Pinning would do so while holding the driver's lock."""
     _libc.madvise(piece.data_ptr(), piece.nbytes, _HUGEPAGE)
     _libc.madvise(piece.data_ptr(), piece.nbytes, _POPULATE_WRITE)

@@ -1,29 +1,29 @@
-"""Tracks which slots of the host tier all ranks have pinned. Plans ask the ranks. No torch."""
+"""Tracks which slots of the host tier all ranks have pinned; plans query the ranks. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: parts of the slots in which ranks report how much of their memory is pinned
+#: resolution in which ranks report how much of their memory is pinned
 SHARES = 32
-#: seconds between two questions
+#: seconds between two queries
 _INTERVAL_S = 0.05
-#: seconds after the start during which prompts wait for memory that is not pinned yet, where it holds their
-#: blocks: a rebuilt engine gets the requests of the last one at once
+#: seconds after the start during which prompts wait for their blocks in memory that is not pinned yet: a
+#: rebuilt engine gets the requests of the previous one immediately
 _PATIENCE_S = 1.0
 
 
 class Readiness:
     """The state of the tier's memory, for the scheduler's thread.
 
-    pinned: returns the shares of this rank's slots that are pinned, of SHARES; -1 if they never will be.
-    usable: number of leading slots that all ranks have pinned. is_off: some rank will never pin its memory.
+    pinned: returns how many of SHARES of this rank's slots are pinned; -1 after a fault.
+    usable: number of leading slots that all ranks have pinned. is_off: pinning has failed on some rank.
     """
 
     def __init__(self, num_slots: int, clock: Callable[[], float], pinned: Callable[[], int]):
         self.usable, self.is_off = 0, False
         self._num_slots, self._clock, self._pinned = num_slots, clock, pinned
-        self._shares = 0  # that all ranks have reported
+        self._shares = 0  # reported by all ranks
         self._began = self._next = clock()
         self._is_asking = False
 
@@ -34,7 +34,7 @@ class Readiness:
 
     @property
     def asks(self) -> bool:
-        """Return whether the next plan asks the ranks: this rank has news, and no plan in flight asks."""
+        """Return whether the next plan queries the ranks: this rank has news, no query is in flight."""
         if self.is_off or self.is_complete or self._is_asking:
             return False
         return self._clock() >= self._next and self._pinned() != self._shares
@@ -47,18 +47,18 @@ class Readiness:
         return self._clock() - self._began < _PATIENCE_S
 
     def begin(self) -> bool:
-        """Return `asks`, for a plan."""
+        """Return `asks` for a plan, and record its query."""
         asks = self.asks
         self._is_asking |= asks
         return asks
 
     def answer(self, shares: int) -> None:
-        """Take the ranks' answer: the fewest shares of all; -1 if one rank will never pin its memory."""
+        """Process the answer: the minimum of all ranks' shares; -1 if pinning has failed on one."""
         self._is_asking, self._next = False, self._clock() + _INTERVAL_S
         self.is_off = shares < 0
         self._shares = max(shares, 0)
         self.usable = self._num_slots * self._shares // SHARES
 
     def abandon(self) -> None:
-        """Note that the plan that asks could not run."""
+        """Record that the plan with the query could not run."""
         self._is_asking = False

@@ -18,12 +18,12 @@ from tridecode.kernels.operands import CacheLayer
 #: bytes of the buffer on the device through which blocks pass, in each direction, by type of device; on a GPU
 #: 2.5 ms of a PCIe 5 link
 _BUFFER_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
-#: bytes that are pinned at a time, 1 ms; a copy is within one piece
+#: bytes per pinning call, 1 ms; a copy does not cross pieces
 _PIECE_BYTES = 16 << 20
 #: bytes of one copy, or a block if it is larger: the small copies of a step share the copy engines, and wait
 _COPY_BYTES = 8 << 20
 _WORD_BYTES = 8
-#: a slot begins with a page, so that pieces can be pinned; a multiple of UNIT_BYTES
+#: slots are aligned to pages, so that pieces can be pinned; a multiple of UNIT_BYTES
 _PAGE_BYTES = 4096
 
 
@@ -49,7 +49,7 @@ class Transfer:
 
 
 class _Half:
-    """A half of the buffer for blocks from the tier. free: behind the last reader of its contents."""
+    """A half of the buffer for blocks from the tier. free: recorded after the last reader of its contents."""
 
     def __init__(self, staged: Tensor):
         self.staged = staged
@@ -80,12 +80,12 @@ class HostStore:
         self.pinning = Pinning(pieces, device)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._moves = torch.cuda.Stream(device) if self._is_cuda else None  # into the buffer
-        self._written: torch.cuda.Event | None = None  # behind the last copy to slots
+        self._moves = torch.cuda.Stream(device) if self._is_cuda else None  # copies into the buffer
+        self._written: torch.cuda.Event | None = None  # recorded after the last copy to slots
         self._checksums = Checksums(slot_bytes, device)
         shape = (self.most_blocks, slot_bytes)
         self._out, buffer = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
-        #: blocks come into one while those of the other are written to the cache
+        #: one half is filled while the blocks of the other are written to the cache
         self._halves = [_Half(half) for half in buffer.split(-(-self.most_blocks // 2))]
 
     def use(self, caches: Sequence[CacheLayer]) -> None:
@@ -123,8 +123,8 @@ class HostStore:
         return [value == checksum for value, checksum in zip(found, wanted)]
 
     def _time(self, transfer: Transfer) -> None:
-        """Set the seconds of the copies in: those into the first half of the buffer, without the wait for
-        steps, times the number of halves.
+        """Set the seconds of the copies into the cache: the time for the first half of the buffer, without
+        waiting for steps, times the number of halves.
         """
         assert transfer.began is not None and transfer.moved is not None
         if count := len(transfer.part.ins):
@@ -132,8 +132,8 @@ class HostStore:
             transfer.seconds = first_s * count / min(count, len(self._halves[0].staged))
 
     def leave(self) -> None:
-        """Unpin the memory, because the tier is off on all ranks. Copies that are in the plans already still
-        run, from memory that is not pinned.
+        """Unpin the memory, because the tier is off on all ranks. Copies that are already planned still run,
+        from pageable memory.
         """
         self.synchronize()
         self.pinning.undo()
@@ -141,7 +141,7 @@ class HostStore:
     def synchronize(self) -> None:
         """Wait for all copies, also of plans whose results nobody takes."""
         if self._stream is not None:
-            self._stream.synchronize()  # which follows the other one
+            self._stream.synchronize()  # it waits for the other stream, too
 
     # ------------------------------------------------------------ one direction
 
@@ -184,8 +184,8 @@ class HostStore:
             staged[place : place + count].copy_(self._slots[slot : slot + count], non_blocking=True)
 
     def _index_beside(self, blocks: Sequence[int]) -> Tensor:
-        """Return `_index` for the current stream, copied by the other one before the blocks: behind them it
-        would wait.
+        """Return `_index` for the current stream. The other stream copies it before the blocks, so that it
+        does not wait for them.
         """
         assert self._moves is not None
         with torch.cuda.stream(self._moves):
@@ -194,9 +194,10 @@ class HostStore:
         return index
 
     def _move_beside(self, slots: Sequence[int], staged: Tensor, half: _Half, timed: Transfer | None) -> None:
-        """Copy slots into a half of the buffer on the stream for that, and let the current stream follow.
+        """Copy slots into a half of the buffer on the copy stream, and let the current stream wait for it.
 
-        The slots may have been filled by a plan whose copies still run on this rank. timed: gets the times.
+        The slots may have been filled by a plan whose copies still run on this rank. timed: receives the
+        times.
         """
         assert self._moves is not None
         for event in (half.free, self._written):

@@ -34,8 +34,8 @@ _PATIENCE = 32
 class HostTier:
     """The blocks in the tier by identity, and the copies in flight. Used by the scheduler's thread only.
 
-    secret: of the hashes, which outlives the engine as the blocks do. entries: the slots that are filled
-    already. most_blocks: copies in one direction of a plan with few tokens. pinned: see Readiness.
+    secret: key of the hashes, which outlives the engine like the blocks. entries: the slots that are already
+    filled. most_blocks: maximum copies in one direction for a plan with few tokens. pinned: see Readiness.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostTier:
         self._drops: list[int] = []
         self._fetches: list[Fetch] = []
         self._coming: set[bytes] = set()
-        self._flights: dict[int, Flight] = {}  # by the id of the part
+        self._flights: dict[int, Flight] = {}  # id of the part -> its copies in flight
         self._waited = 0  # plans since blocks were copied out
         self._began: dict[int, float] = {}  # steps in flight with prompts that are long enough to be timed
         self._ended = 0.0
@@ -76,7 +76,7 @@ class HostTier:
         for entry in entries:
             chain, parent = [entry], by_key.get(entry.parent)
             while parent is not None and not slots.is_indexed(parent.key) and len(chain) <= len(entries):
-                chain.append(parent)  # the last condition: memory that was damaged may hold a cycle
+                chain.append(parent)  # the last condition: damaged memory may contain a cycle
                 parent = by_key.get(parent.parent)
             for one in reversed(chain):
                 slots.insert(one.parent, [one.key], [one.slot])
@@ -282,7 +282,7 @@ class HostTier:
             self._end(fetch)
 
     def _give_up(self) -> None:
-        """Issue no more copies."""
+        """Stop issuing copies."""
         self._queued.clear()
         for fetch in list(self._fetches):
             fetch.failed = True

@@ -1,4 +1,4 @@
-"""Drafts that a drafter on the device computes behind a step. No torch."""
+"""Drafts that a drafter on the device computes after a step. No torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 @dataclass
 class Drafting(StepPart):
-    """count: drafts behind the newest token of each row. rows: (n,) int32, ascending rows of the plan, which
-    are sampled and have a slot. The plan's block tables hold `count` tokens more than each row's tokens. No
-    result: the drafts stay on the device.
+    """count: drafts after the newest token of each row. rows: (n,) int32, ascending rows of the plan that are
+    sampled and have a slot. The plan's block tables have room for `count` tokens more than each row's tokens.
+    No result: the drafts stay on the device.
     """
 
     tag = "drafting"

@@ -36,8 +36,8 @@ class BlockOut(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The result on all ranks. intact: of each copy from the tier, whether its checksum was right. seconds:
-    time of the copies on rank 0. shares: the answer if the part asks, see Readiness.answer.
+    """The result on all ranks. intact: for each copy from the tier, whether its checksum was right. seconds:
+    time of the copies on rank 0. shares: the answer to a query, see Readiness.answer.
     """
 
     intact: list[bool]
@@ -47,11 +47,11 @@ class Copied(NamedTuple):
 
 @dataclass
 class HostCopies(StepPart):
-    """outs: copied to the host tier. ins: (slot, block) pairs, copied from it. drops: slots to be emptied.
-    asks: the ranks report how much of the tier's memory they have pinned.
+    """outs: blocks to copy to the host tier. ins: (slot, block) pairs to copy from it. drops: slots to clear.
+    asks: a query to the ranks how much of the tier's memory they have pinned.
 
-    The blocks are written by no step before the result is committed, and those of `outs` were written by
-    earlier plans. A plan may have this part alone, without rows.
+    No step writes the blocks before the result is committed, and earlier plans have written those of `outs`.
+    A plan may have only this part, without rows.
     """
 
     tag = "host_copies"

@@ -26,7 +26,7 @@ class TopTokens(StepPart):
 
     @property
     def captures(self) -> bool:
-        return True  # unless the device side needs the logits before they are sampled from
+        return True  # unless the device side needs the logits before sampling
 
     def encode(self) -> Any:
         return ints(self.counts)

@@ -220,8 +220,8 @@ class PlanOrder:
         self._rank, self._last = rank, -1
 
     def check(self, plan: PlanMessage) -> PlanMessage:
-        """Return the plan. Raises TridecodeError unless it is the next one, or late samples are of the last
-        one; the first plan may have any number.
+        """Return the message. Raises TridecodeError unless it is the next plan or late samples of the last
+        plan. The first plan may have any number.
         """
         if isinstance(plan, LateSamples):
             if plan.step != self._last:

@@ -300,10 +300,10 @@ class ProcessRanks:
 
     @exchange("")
     def broadcast_plan(self, plan: PlanMessage | None) -> PlanMessage | None:
-        """Rank 0 sends a plan, or what samples the late rows of the last one (None: the end); the others
-        return it, without the scheduler's own objects.
+        """Send a plan or late samples on rank 0 (None: the end), and return it on the other ranks, without
+        the scheduler's own objects.
 
-        Raises TridecodeError on a rank that receives an invalid plan; nothing that is received is executed.
+        Raises TridecodeError on a rank that receives an invalid message; nothing received is executed.
         """
         if self.rank == 0:
             self._send_plan(plan)

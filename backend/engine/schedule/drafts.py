@@ -147,8 +147,8 @@ class DraftPlanner:
         )
 
     def plan_ahead(self, plan: StepPlan) -> None:
-        """Add the part Drafting to a plan with its final slots, and the blocks that its drafts need, if the
-        drafter is a planned one and drafts behind this step are worth their time."""
+        """Add the part Drafting and the blocks of its drafts to a plan with its final slots, if there is a
+        planned drafter and drafts after this step are worth their time."""
         learning, limits, cache = self.learning, self._limits, self._cache
         if learning is None or not learning.planned:
             return
@@ -192,8 +192,7 @@ class DraftPlanner:
         return self._cache.extend(sequence, length + 1 + most) - length - 1
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks of drafts of a sequence without a token in flight, which is about to be
-        forked."""
+        """Free the draft blocks of a sequence without a token in flight, before it is forked."""
         if may_draft(sequence):
             if sequence.draft_record is not None:
                 sequence.draft_record.ahead = 0
@@ -205,6 +204,6 @@ class DraftPlanner:
         if sequence.slot < 0:  # preempted since, or released
             return
         self._cache.lengths[sequence.slot] -= planned - accepted
-        if sequence.unsettled == 0:  # a drafter's cache has the drafts that the next row begins with
+        if sequence.unsettled == 0:  # the drafter's cache has the drafts with which the next row begins
             record = sequence.draft_record
             self._cache.trim(sequence, 0 if record is None else record.ahead)

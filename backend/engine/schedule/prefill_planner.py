@@ -23,8 +23,9 @@ from tridecode.backend.engine.step.plan import SlotStart
 #: that stays empty for a step costs 0.04 ms.
 HELD_SHARE, HELD_STEPS = 32, 8
 
-#: Steps in a row in which prompts of the lowest priority, the lines of batches, give way to others. 64 of
-#: 128 tokens take LLaMA-3-8B 90 ms on an H200, and a first token next to none of them takes 15 ms.
+#: Maximum consecutive steps in which prompts of the lowest priority (lines of batches) give way to other
+#: prompts. 64 such prompts of 128 tokens take LLaMA-3-8B 90 ms on an H200; a first token without them takes
+#: 15 ms.
 PUT_OFF_STEPS = 8
 
 
@@ -37,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 def is_background(sequence: Sequence) -> bool:
-    """Return whether the sequence waits for everything else."""
+    """Return whether the sequence has the lowest priority."""
     return sequence.group.priority >= LOWEST_PRIORITY
 
 
@@ -64,9 +65,9 @@ class PrefillPlanner:
         self.prefilling: list[Sequence] = []
         self._held_steps = 0  # since sequences began to wait for more free slots
         self._spread = Spread(limits)
-        self._only_others = False  # sequences of the lowest priority are refused, and whether one was
-        self._refused = False
-        self._put_off = 0  # steps in a row without the prompts of the lowest priority that wait
+        self._only_others = False  # refuse sequences of the lowest priority
+        self._refused = False  # one was refused
+        self._put_off = 0  # consecutive steps without the waiting prompts of the lowest priority
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
@@ -98,7 +99,7 @@ class PrefillPlanner:
         return chunks, starts
 
     def _continue(self, sequences: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
-        """Append the next chunks of sequences that have a slot; return what is left of the budget."""
+        """Append the next chunks of sequences that have a slot; return the remaining budget."""
         for sequence in sequences:
             if budget <= 0:
                 break
@@ -111,9 +112,9 @@ class PrefillPlanner:
     def _admit_within(
         self, budget: int, chunks: list[Chunk], starts: list[SlotStart], may_hold: bool = True
     ) -> int:
-        """Admit sequences and append their first chunks; return what is left of the budget.
+        """Admit sequences and append their first chunks; return the remaining budget.
 
-        may_hold: free slots may stay empty where no chunk is planned yet, see HELD_SHARE."""
+        may_hold: free slots may stay empty if no chunk is planned yet, see HELD_SHARE."""
         least = budget - self._spread.tokens(len(self._waiting), self._cache.num_free_slots)
         while budget > max(least, 0) and (chunks or not (may_hold and self._holds_back())):
             admitted = self._admit()
@@ -196,7 +197,7 @@ class PrefillPlanner:
             return Admission.COMING
         if self._only_others and is_background(sequence):
             self._refused = True
-            return Admission.NO_SLOT  # those behind it have the same priority
+            return Admission.NO_SLOT  # the following ones have the same priority
         group, shift = sequence.group, self._shift(sequence)
         if group.search is not None:
             return self._beams.admit(group, shift, warm)

@@ -153,7 +153,7 @@ class Sequence:
     constraint: Constraint | None = None  # of a sequence that obeys a grammar
     mask: bytes = b""  # of its context (block_keys.py), since its admission
     num_indexed: int = 0  # leading blocks that have an identity
-    #: identities, without the mask, of the full blocks behind those of the group's chain, as far as computed
+    #: identities, without the mask, of the full blocks after the group's chain, as far as computed
     answer_keys: list[bytes] = field(default_factory=list)
     fetches: int = 0  # number of times that it waited for blocks of the host tier
     fetched: int = 0  # blocks that were copied in for it since its last admission
@@ -190,7 +190,7 @@ class Sequence:
 
     def tokens_of(self, first: int, last: int) -> np.ndarray:
         """Return the known tokens first .. last - 1."""
-        if first >= len(self.prompt):  # spares the copy of all tokens
+        if first >= len(self.prompt):  # avoids a copy of all tokens
             behind = len(self.prompt)
             return np.asarray(self.output[first - behind : last - behind], np.int32)
         return self.known_tokens()[first:last]

@@ -22,14 +22,14 @@ class Admission(enum.Enum):
     DONE = 0
     NO_SLOT = 1  # nor for any other sequence; or it waits for its tokens in flight
     NO_BLOCKS = 2
-    COMING = 3  # a running prompt is computing blocks that it needs, or a thread its mask
+    COMING = 3  # a running prompt is computing its blocks, or a thread its mask
 
 
 class WaitingQueue:
-    """Order is by priority, then arrival. Where the first sequence cannot be admitted, later ones of the same
-    priority may overtake it. While it waits for a prefix that a running prompt computes, or for the mask of
-    its grammar, any may; while it waits for blocks, only those that find cached blocks. MOST_OVERTAKEN bounds
-    how often.
+    """Sequences are ordered by priority, then arrival. If the first one cannot be admitted, later ones of the
+    same priority may overtake it: any sequence while the first waits for a prefix that a running prompt
+    computes or for the mask of its grammar, but only sequences that find cached blocks while it waits for
+    blocks. A sequence is overtaken at most MOST_OVERTAKEN times.
     """
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from tridecode.backend.engine.speculation.records import FIRST_CHANCES, DraftRecord
 
-#: weight of a new result in the learned chance of a sequence, and of all sequences with drafts of its kind
+#: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
-#: share of the way back to the first chance, in a step without planned drafts
+#: share by which a chance moves back to its initial value in a step without planned drafts
 _RECOVERY = 1 / 4096
 #: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
 _LEAST_GAIN = 1.03
@@ -25,9 +25,9 @@ _MOST_CHANCE = 0.98
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step of decode rows, measured at start-up. plain: by padded number of rows, of steps
-    without drafts. several: by padded rows and tokens per row, of steps that verify, with the time that a
-    planned drafter takes for their drafts."""
+    """Seconds per step of decode rows, measured at start-up. plain: padded rows -> seconds of a step without
+    drafts. several: (padded rows, tokens per row) -> seconds of a step that verifies drafts, including the
+    time in which a planned drafter computes them."""
 
     plain: Mapping[int, float]
     several: Mapping[tuple[int, int], float]
@@ -105,8 +105,8 @@ class DepthPolicy:
             self._shared[place] += _SHARED_WEIGHT * (right - self._shared[place])
 
     def recover(self, source: int) -> None:
-        """Let the shared chance of a planned drafter return to the first one, in a step without its drafts,
-        so that those that were not worth their time are tried again after some thousand steps."""
+        """Move the shared chance of a planned drafter towards its initial value, in a step without its
+        drafts, so that drafts that were not worth their time are tried again after some thousand steps."""
         kind = DraftRecord(source=source).kind
         self._shared[kind] += _RECOVERY * (FIRST_CHANCES[kind] - self._shared[kind])
 

@@ -14,7 +14,7 @@ from tridecode.backend.engine.speculation.records import DRAFTERS, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
-#: steps for which a drafter with a cache continues where no step is worth drafts
+#: steps for which a drafter with a cache continues although drafts are not worth their time
 _PATIENCE = 8
 
 
@@ -22,10 +22,10 @@ _PATIENCE = 8
 class Learning:
     """The drafts of an engine: their number per row, their texts, their results.
 
-    sources: of the searched texts; None: nothing is searched. host: searches on rank 0; None: each rank's
-    device does. planned: DraftRecord.source of a drafter that computes drafts behind steps whose plan says so
-    (part Drafting); 0: there is none. keeps_cache: DeviceDrafter.keeps_cache of this one. drafted, accepted:
-    totals by name of the drafter.
+    sources: the searched texts; None: no search. host: the search on rank 0; None: each rank's device
+    searches. planned: DraftRecord.source of the planned drafter, which computes drafts after the steps that
+    have the part Drafting; 0: none. keeps_cache: DeviceDrafter.keeps_cache of the planned drafter. drafted,
+    accepted: name of a drafter -> total.
     """
 
     policy: DepthPolicy
@@ -53,8 +53,8 @@ class Learning:
         return self.policy.choose(records, mosts)
 
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
-        """Return how many drafts of each row the planned drafter computes behind a step, for the next one.
-        mosts: as for `choose`, of the next step. may: whether that step may have drafts."""
+        """Return how many drafts per row the planned drafter computes after a step, for the next step.
+        mosts: as for `choose`, for the next step. may: whether the next step may have drafts."""
         for sequence in sequences:
             if sequence.draft_record is None:
                 sequence.draft_record = DraftRecord(source=self.planned)
@@ -69,7 +69,7 @@ class Learning:
 
     def keeps(self, sequence: Sequence) -> bool:
         """Return whether the planned drafter continues to fill its cache for a row that gets no drafts now.
-        It does for some steps, so that a short load or an uncertain end does not cost the row its drafts."""
+        It does so for some steps, so that the row does not lose its drafts to a short load peak."""
         record = sequence.draft_record
         is_soon = self.keeps_cache and self._idle_steps <= _PATIENCE
         return is_soon and record is not None and self.policy.chance(record) > 0

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: values of DraftRecord.source: those of a search (kernels/draft_history.py), then those of planned drafters
+#: values of DraftRecord.source: those of a search (kernels/draft_history.py), then the planned drafters
 DRAFT_MODEL, HEADS = 4, 5
-#: names of drafters in metrics, by DraftRecord.source
+#: DraftRecord.source -> name of the drafter in metrics
 DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads")
-#: probability of a draft at first, by DraftRecord.kind
+#: DraftRecord.kind -> initial probability of a draft
 FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5)
 _LENGTHS = 7  # kinds of a search
 
@@ -19,12 +19,12 @@ _LENGTHS = 7  # kinds of a search
 class DraftRecord:
     """The drafts of one sequence.
 
-    source: where its drafts come from. matched: tokens that the newest search with a known result has found.
-    ahead: drafts that a planned drafter (part Drafting) computes behind the newest step. is_complete: whether
-    the drafter's own cache has what its drafts need (DeviceDrafter.keeps_cache). chance: learned
-    probability that a draft is right while those before it are; below 0: nothing learned yet. drafted,
-    accepted: totals. scopes: in which it finds answers, and its client's drafts; -1: none. drafts: of a
-    drafter on the host, those behind the newest token.
+    source: the drafter. matched: tokens that the newest search with a known result has matched.
+    ahead: drafts that a planned drafter (part Drafting) computes after the newest step. is_complete: whether
+    the drafter's cache has the tokens that its drafts need (DeviceDrafter.keeps_cache). chance: learned
+    probability that a draft is right if the drafts before it are; below 0: nothing learned yet. drafted,
+    accepted: totals. scopes: search scopes of answers and of the client's drafts; -1: none. drafts: the
+    drafts after the newest token, from a drafter on the host.
     """
 
     matched: int = 0
@@ -39,8 +39,8 @@ class DraftRecord:
 
     @property
     def kind(self) -> int:
-        """Return the class of drafts that are about as often right: by the length of a match (0 for none,
-        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter; 0: there are no drafts."""
+        """Return the class of drafts with similar acceptance: by the length of the match (0 for none,
+        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter; 0: no drafts."""
         if not self.is_complete:
             return 0
         if self.source >= DRAFT_MODEL:

@@ -25,8 +25,8 @@ def padded_sizes(most: int) -> list[int]:
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """1, 2, 4, up to 64, then by 32; the last is `most`. Up to 64 rows the tiles of products have such sizes,
-    so padding costs little.
+    """Return 1, 2, 4, up to 64, then multiples of 32; the last is `most`. GEMM tiles have these sizes up to
+    64 rows, so padding costs little.
     """
     sizes = [1, 2, 4, 8, 16, 32, *range(64, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
@@ -78,10 +78,11 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
 
 
 class Capturer(Generic[T]):
-    """Captures graphs of `run(batch)` that share one memory pool; batch: a Batch, or what else `run` takes.
+    """Captures graphs of `run(batch)` that share one memory pool. batch: a Batch or another argument of
+    `run`.
 
-    Capture the largest first, so that the smaller ones fit into the pool. report: called with what begins.
-    synchronize: waits for the device. Use it within no_collection.
+    Capture the largest graph first, so that the smaller ones fit into the pool. report: called with the name
+    of each capture. synchronize: waits for the device. Use it within no_collection.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class StepPart:
 
     @property
     def reads_samples(self) -> bool:
-        """Return whether it reads the logits or the last hidden states of the samples behind a CUDA graph."""
+        """Return whether the part reads the samples' logits or last hidden states after a CUDA graph."""
         return False
 
     def encode(self) -> Any:
@@ -115,9 +115,9 @@ class StepPlan:
     parts: list[StepPart] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
-    #: decode rows that `Engine.sample_late` samples, whose masks come after the launch
+    #: decode rows whose masks come after the launch; `Engine.sample_late` samples them
     late: list[int] = field(default_factory=list)
-    #: those of them that were not sampled, because their masks came too late; stays on rank 0
+    #: late rows that were not sampled, because their masks came too late; stays on rank 0
     missed: list[int] = field(default_factory=list)
 
     @property
@@ -139,9 +139,9 @@ class StepPlan:
 
 @dataclass
 class LateSamples:
-    """The masks with which late rows of a launched plan are sampled. Rank 0 sends them after the plan.
+    """The masks for sampling late rows of a launched plan. Rank 0 sends them after the plan.
 
-    step: of the plan. rows: some of plan.late, in ascending order. masks: (n, W) int32, of these rows, as in
+    step: number of the plan. rows: a subset of plan.late, ascending. masks: (n, W) int32, one per row, as in
     SamplingState.masks.
     """
 
@@ -150,7 +150,7 @@ class LateSamples:
     masks: np.ndarray
 
 
-#: what rank 0 sends to the other ranks
+#: a message from rank 0 to the other ranks
 PlanMessage = StepPlan | LateSamples
 
 #: values instead of a token, as in kernels.sampling_state: the logits are not finite; no id is allowed

@@ -71,7 +71,7 @@ def _encode_late(late: LateSamples) -> bytes:
 
 
 def encode(plan: PlanMessage) -> bytes:
-    """Encode the plan without what stays on rank 0, or late samples. Raises TridecodeError beyond
+    """Encode late samples, or a plan without the fields that stay on rank 0. Raises TridecodeError beyond
     MAX_BYTES.
     """
     if isinstance(plan, LateSamples):
@@ -103,8 +103,8 @@ def encode(plan: PlanMessage) -> bytes:
 
 
 def decode(frame: bytes) -> PlanMessage:
-    """Return the plan of a frame, or what samples the late rows of one, with read-only arrays. Raises
-    TridecodeError that names the fault.
+    """Return the plan or the late samples of a frame, with read-only arrays. Raises TridecodeError, which
+    names the fault.
     """
     check_size(len(frame))
     try:

@@ -33,9 +33,9 @@ class PlanQueue:
         self._thread.start()
 
     def take(self, timeout_s: float | None = None) -> PlanMessage | End | None:
-        """Return the next message, or End; None if none arrives within timeout_s (None: no limit).
+        """Return the next message or End; None if nothing arrives within timeout_s (None: no limit).
 
-        Raises what the receiver raised: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone.
+        Raises the error of the receiver: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone.
         """
         try:
             found = self._arrived.get(timeout=timeout_s)

@@ -29,8 +29,8 @@ log = logging.getLogger("tridecode.engine")
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 #: padded numbers of decode rows in the same step
 DECODES = (0, 4, 16, 32, 64)
-#: Maximum prompts of a step of up to SHORT tokens, and of a longer one: attention of more tokens visits each
-#: padded row once per 128 tokens (0.2 ms per step of 512 tokens and 16 rows of LLaMA-3-8B).
+#: Maximum prompts of a step of up to SHORT tokens, and of a longer step. Attention visits each padded row
+#: once per 128 tokens (0.2 ms per step of 512 tokens and 16 rows of LLaMA-3-8B).
 PROMPTS, SHORT, FEW_PROMPTS = 16, FEW_EXACT_TOKENS, 4
 
 
@@ -65,8 +65,8 @@ def empty_plan(shape: StepShape) -> StepPlan:
 
 
 class StepShapes:
-    """Finds the shape of a plan. most_cached: prompt tokens of the largest shape of plans with prompts that
-    already have tokens in the cache; 0: such plans have no shape."""
+    """Finds the shape of a plan. most_cached: maximum prompt tokens of a shape for prompts with cached
+    tokens; 0: such plans have no shape."""
 
     def __init__(self, shapes: list[StepShape], most_cached: int = sys.maxsize):
         self._most_cached = most_cached
@@ -94,7 +94,7 @@ class StepShapes:
 class PromptGraphs:
     """Graphs of small prefill steps, one for each shape.
 
-    load(plan, shape) copies a plan to the device, padded to a shape, always to the same addresses. capture:
+    load(plan, shape): copies a plan to the device, padded to a shape, always to the same addresses. capture:
     the Capturer of DecodeGraphs. most_cached: see StepShapes.
     """
 
@@ -117,8 +117,8 @@ class PromptGraphs:
         log.info("captured %d prefill graphs, %.1f s", len(shapes), time.monotonic() - started)
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Batch:
-        """Run a plan of this shape and return it as it is on the device. The slots of starting sequences must
-        be initialised already."""
+        """Run a plan of this shape and return its batch on the device. The slots of starting sequences must
+        already be initialised."""
         batch = self._load(plan, shape)
         self._graphs[shape].replay()
         self.replayed += 1

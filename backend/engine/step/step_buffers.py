@@ -122,11 +122,11 @@ class StepBuffers:
         )
 
     def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int, fresh: bool = False) -> Batch:
-        """Load a plan with prompts, padded to `shape`, into which it fits. All plans of a shape share the
-        addresses.
+        """Load a plan with prompts, padded to `shape`, into which it must fit. All plans of a shape share
+        their addresses.
 
-        Decode rows have one token. Every row has one sample, or none if it ends with an inner chunk.
-        fresh: whether all plans of the shape have only prompts without cached tokens (Batch.fresh_prompts).
+        Decode rows have one token. Every row has one sample, or none if its prompt is not complete.
+        fresh: whether the prompts of all plans of the shape have no cached tokens (Batch.fresh_prompts).
         """
         tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
         layout = _Layout(tokens, rows, rows, self.max_columns)

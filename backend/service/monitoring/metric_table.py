@@ -182,25 +182,25 @@ ENGINE_METRICS = {
         "accepted_draft_tokens", COUNTER, "Drafts that became tokens of an answer", "drafter"
     ),
     "grammar_compilations": _engine(
-        "grammar_compilations", COUNTER, "Schemas, grammars and expressions that were compiled"
+        "grammar_compilations", COUNTER, "Compiled schemas, grammars and regular expressions"
     ),
     "grammar_compile_seconds": _engine(
-        "grammar_compile_seconds", COUNTER, "Time in which they were checked and compiled, in seconds"
+        "grammar_compile_seconds", COUNTER, "Time spent on checking and compiling grammars, in seconds"
     ),
     "grammar_cache_hits": _engine(
-        "grammar_cache_hits", COUNTER, "Requests whose schema or grammar had been compiled before"
+        "grammar_cache_hits", COUNTER, "Requests whose schema or grammar was already compiled"
     ),
     "grammar_masks": _engine("grammar_masks", COUNTER, "Masks of the tokens that a grammar allows next"),
     "grammar_late_masks": _engine(
         "grammar_late_masks",
         COUNTER,
-        "Tokens of a step that had to be computed again, because their mask came after it",
+        "Tokens that were computed again, because their mask came after the step",
     ),
     "grammar_failures": _engine(
         "grammar_failures",
         COUNTER,
-        "Requests that ended because of their grammar, by reason: refused (invalid or not supported), time "
-        "and memory (a limit of the compilation or of a mask), answer (no token can follow), internal",
+        "Requests that failed because of their grammar, by reason: refused (invalid or not supported), "
+        "time or memory (a limit of the compilation or of a mask), answer (no token is allowed), internal",
         "reason",
     ),
     "preemptions": _engine(

@@ -15,13 +15,13 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
 
-#: tokens of a prompt from which on its adapter is multiplied apart from other rows
+#: prompts of at least this many tokens multiply their adapter separately from other rows
 _SEGMENT = 32
 
 
 class AdaptersRun(PartRun[AdapterRows]):
     def before(self) -> None:
-        """Free dropped adapters, and find the slots of the others."""
+        """Free dropped adapters and find the slots of the others."""
         numbers, state = self.part.numbers, self.state
         if state.adapters is not None:
             state.adapters.drop(self.part.dropped)
@@ -53,15 +53,15 @@ class AdaptersRun(PartRun[AdapterRows]):
         return lambda batch: cast(Ops, _adapted(state, state.ops, batch, []))
 
     def _segment_rows(self) -> np.ndarray:
-        """Return the rows of prompts whose adapters are multiplied apart."""
+        """Return the rows of prompts whose adapters are multiplied separately."""
         assert self.part.numbers is not None
         lengths = np.diff(self.plan.query_starts)
         return np.flatnonzero((self.part.numbers >= 0) & (lengths >= _SEGMENT))
 
 
 def _adapted(state: DeviceState, ops: Ops, batch: Batch, segments: list[Segment]) -> AdaptedRows:
-    """Return the operations of a batch with adapters. With several ranks, sums and stages read results
-    that no operation announces."""
+    """Return the operations of a batch with adapters. With several ranks, all-reduces and stages read results
+    without calling an operation, so nothing is deferred."""
     tables, ranks = state.adapter_tables, state.ranks
     assert tables is not None
     alone = ranks.tensor_size == ranks.num_stages == 1

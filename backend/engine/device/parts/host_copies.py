@@ -20,7 +20,7 @@ class HostCopiesRun(PartRun[HostCopies]):
         return self._transfer.is_done
 
     def result(self) -> Copied:
-        """Collective if blocks came in or the plan asks: a block is intact if all ranks' parts of it are."""
+        """Collective if the plan copies blocks in or asks. A block is intact if all ranks' parts are."""
         store = self.state.host
         assert store is not None
         with waiting(self.state.ranks, GPU):

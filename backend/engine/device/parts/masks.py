@@ -16,5 +16,5 @@ class MasksRun(PartRun[Masks]):
         if not state.is_last_stage:
             return
         slots = on_device(torch.from_numpy(self.part.slots.astype("int64")), state.device)
-        masks = np.require(self.part.masks, requirements="W")  # those of a frame are read-only
+        masks = np.require(self.part.masks, requirements="W")  # arrays of a decoded frame are read-only
         state.sampling.masks[slots] = on_device(torch.from_numpy(masks), state.device)

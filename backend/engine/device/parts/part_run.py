@@ -17,11 +17,11 @@ P = TypeVar("P", bound=StepPart)
 
 
 class PartRun(Generic[P]):
-    """Base: each method is called once per step, in this order, for the parts in the order of the plan. All
-    ranks call all of them, so that each may be collective. They run in inference mode.
+    """Base class. Each method is called once per step, in this order, for the parts in the order of the plan.
+    All ranks call all methods, so each may be collective. They run in inference mode.
 
     A step that runs as a CUDA graph skips `ops` and `after_logits`. It calls `after_forward` only if it has
-    prompts, and behind the graph, which has sampled already.
+    prompts, after the graph, which has already sampled.
     """
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: P):
@@ -29,29 +29,29 @@ class PartRun(Generic[P]):
 
     @property
     def captures(self) -> bool:
-        """Return whether the step may run as a CUDA graph: the same on all ranks. Called after `before`."""
+        """Return whether the step may run as a CUDA graph, the same on all ranks. Called after `before`."""
         return self.part.captures
 
     @property
     def may_overwrite_samples(self) -> bool:
-        """Return whether the buffers of the samples' logits and hidden states are free behind a graph."""
+        """Return whether the buffers of the samples' logits and hidden states are free after a graph."""
         return not self.plan.late and not any(part.reads_samples for part in self.plan.parts)
 
     def before(self) -> None:
         """Run before the forward, and before the slots of the step start."""
 
     def ops(self, ops: Ops, batch: Batch) -> Ops:
-        """The operations of the forward of this batch, instead of `ops`."""
+        """Return the operations of this batch's forward, which replace `ops`."""
         return ops
 
     @classmethod
     def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
-        """Return what makes the operations of decode steps that have this part and are captured as CUDA
-        graphs; None: there are no such graphs. Called once, before the first step."""
+        """Return a factory of the operations with which decode steps with this part are captured as CUDA
+        graphs; None: they are not captured. Called once, before the first step."""
         return None
 
     def after_forward(self, context: Context, x: Tensor) -> None:
-        """x: (T, C), the output of this stage. Behind a graph only the rows of prompts are defined."""
+        """x: (T, C), the output of this stage. After a graph only the rows of prompts are defined."""
 
     def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
         """logits: (R, V) of this rank's ids, before they are sampled from; None on a stage before the last.
@@ -63,7 +63,7 @@ class PartRun(Generic[P]):
 
     @property
     def is_done(self) -> bool:
-        """Return whether `result` returns at once when the device has done the step."""
+        """Return whether `result` returns at once when the device has finished the step."""
         return True
 
     def result(self) -> Any:

@@ -1,9 +1,9 @@
 """Returns the most likely tokens of a step to the host, for the sequences that request them.
 
-The log probabilities are those of the model's own logits, before temperature, penalties and bad words, as
-vLLM reports them. Where the ranks do not share the vocabulary, a GPU finds them within each step, also within
-a CUDA graph (DeviceState.top). A step without a graph computes them before it samples: on a CPU, where the
-ranks share the vocabulary, and where the sampler overwrites logits that are not kept.
+The log probabilities come from the model's own logits, before temperature, penalties and bad words, as in
+vLLM. If the ranks do not share the vocabulary, a GPU computes them within each step, also within a CUDA graph
+(DeviceState.top). Otherwise a step without a graph computes them before it samples: on a CPU, if the
+ranks share the vocabulary, and if the sampler overwrites logits that are not saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tridecode.backend.wire.messages import TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
-#: columns of a slot by which `sample` edits logits that are not kept, and the same of its parameters
+#: columns of a slot that make `sample` edit logits without saving them, and their parameters
 _EDITS: dict[str, Callable[[SamplingParams], object]] = {
     "no_repeat_ngram_size": lambda params: params.no_repeat_ngram_size,
 }
@@ -33,7 +33,7 @@ _EDITS: dict[str, Callable[[SamplingParams], object]] = {
 
 class TopTokensRun(PartRun[TopTokens]):
     _raw: Tensor | None = None  # (W, V) log probabilities of the requesting rows, computed here
-    #: (W, 2, 1 + most) int32 on the host, ids and the bits of values; found by the step: of all samples
+    #: (W, 2, 1 + most) int32 on the host: ids and the bits of values; computed by the step: all samples
     _top: Tensor | None = None
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
@@ -47,14 +47,14 @@ class TopTokensRun(PartRun[TopTokens]):
         self._in_step = False
 
     def before(self) -> None:
-        """Decide where they are computed, after copies of slots."""
+        """Decide where the tokens are computed. Runs after copies of slots."""
         state = self.state
         if state.top is not None:
             self._in_step = not self._any_has("no_repeat_ngram_size")
 
     def _any_has(self, name: str) -> bool:
-        """Return whether a column of a slot that wants the tokens is above 0; slots that start with this step
-        are not written yet."""
+        """Return whether the column is above 0 in a slot that requests the tokens; slots that start with this
+        step are not written yet."""
         slots = self._slots[~np.isin(self._slots, [start.slot for start in self.plan.starts])]
         return bool((self.state.sampling.started[name][slots] > 0).any()) or any(
             start.params.top_log_probs >= 0 and _EDITS[name](start.params) for start in self.plan.starts
@@ -101,7 +101,7 @@ class TopTokensRun(PartRun[TopTokens]):
     def result(self) -> list[TopLogProbs | None]:
         """Return one entry for each sample of the step."""
         found: list[TopLogProbs | None] = [None] * self._num_samples
-        if self._top is None or not self._top.numel():  # nothing is requested, or this is not rank 0
+        if self._top is None or not self._top.numel():  # no row requests them, or this is not rank 0
             return found
         top = self._top.numpy()
         top = top[self._rows] if self._in_step else top
