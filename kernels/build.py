@@ -56,7 +56,7 @@ SPILLS = {
 
 
 class BuildError(RuntimeError):
-    """A file does not compile, a kernel spills registers, or ptxas serialises its wgmma instructions."""
+    """A file that does not compile, or a kernel that spills registers or whose wgmma ptxas serialises."""
 
 
 def nvcc() -> str:
@@ -165,7 +165,7 @@ def _check_spills(name: str, report: str) -> None:
 
 
 def _check_serialised(name: str, report: str) -> None:
-    """Raise BuildError if ptxas says that it serialised wgmma instructions: its warnings C7510 to C7514."""
+    """Raise BuildError if ptxas reports serialised wgmma instructions (warnings C7510 to C7514)."""
     found = re.search(r".*\bC751[0-4]\b.*", report)
     if found:
         raise BuildError(f"{name}: ptxas serialises wgmma instructions: {found[0].strip()}")

@@ -52,7 +52,7 @@ class Cuda:
         self.gemms = Gemms(self.gpu)
         self._attention = CudaAttention(self.gpu)
         self._sampling = CudaSampling(self.gpu)
-        self.fuses_adapters = self.gpu.capability >= 90  # clusters of blocks share a row
+        self.fuses_adapters = self.gpu.capability >= 90  # the kernel uses clusters of blocks
 
     @property
     def most_linears_rows(self) -> int:

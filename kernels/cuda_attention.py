@@ -103,8 +103,8 @@ class CudaAttention:
             self._prefill_dequantised(qkv.dtype, heads, batch, cache, fields)
 
     def splits(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> bool:
-        """Return whether a kernel divides the keys of prompts with cached tokens among blocks, for
-        few tokens of activations of `dtype`; it reads a cache of 16 or 8 bits."""
+        """Return whether a split-KV kernel supports these prompts with cached tokens and few new tokens of
+        `dtype`, over a cache of 16 or 8 bits."""
         if heads.key_bias is not None or self._gpu.prompt_shared_bytes:
             return False
         key = heads.head_size, DTYPES[dtype], cache.block_tokens, int(is_limited(heads))

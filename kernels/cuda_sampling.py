@@ -73,13 +73,13 @@ class CudaSampling:
         )
 
     def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
-        """`keep_raw_logits` of kernels.top_log_probs.TopOps."""
+        """Implement kernels.top_log_probs.TopOps.keep_raw_logits."""
         self._gpu.library.keep_raw_logits(self._gpu.stream, self._top_fields(logits, slots, state, rows))
 
     def top_log_probs(
         self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
     ) -> None:
-        """`top_log_probs` of kernels.top_log_probs.TopOps."""
+        """Implement kernels.top_log_probs.TopOps.top_log_probs."""
         match("top_log_probs", ("R", "slots", slots), ("R", "tokens", tokens))
         indices("top_log_probs", ("tokens", tokens))
         fields = self._top_fields(logits, slots, state, rows)

@@ -126,9 +126,8 @@ class CacheLayer:
 class AdapterTable:
     """The matrices of LoRA adapters for one GEMM, by slot.
 
-    pairs: slot -> (a (R, in), b (R, out)), X, contiguous. entries: (S, 4) int64 at a fixed address, read by
-    CUDA: a tridecode_adapter_pair of each slot (csrc/api/adapters.h). Rows of entries are a view of a larger
-    tensor.
+    pairs: slot -> (a (R, in), b (R, out)), X, contiguous. entries: (S, 4) int64 at a fixed address for the
+    CUDA kernel: a tridecode_adapter_pair per slot (csrc/api/adapters.h); a strided view of a larger tensor.
     """
 
     entries: Tensor
@@ -137,25 +136,25 @@ class AdapterTable:
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """The LoRA adapters of the tokens of a step. slots: (T,) int32, the slot of each, -1 for none. order:
-    (T,) int32, the order in which Ops.add_adapters computes rows, those with adapters first; None: any.
+    """The LoRA adapters of a step's tokens. slots: (T,) int32, the slot of each token, -1 for none. order:
+    (T,) int32, the order in which Ops.add_adapters computes rows, rows with adapters first; None: any.
     """
 
     slots: Tensor
     order: Tensor | None = None
 
     def of(self, tokens: slice) -> AdapterSlots:
-        """Return the adapters of a part of the tokens."""
+        """Return the adapters of a range of the tokens."""
         return AdapterSlots(self.slots[tokens])
 
 
 #: tokens that a decode row may have
 MOST_QUERIES = MOST_DRAFTS + 1
-#: Prefill tokens of a row, or padded ones of a step, up to which attention of prompts with cached tokens in 8
-#: bits divides the keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh).
+#: Maximum prefill tokens of a row, or padded prefill tokens of a step, for which attention of prompts with an
+#: 8-bit cached prefix splits the keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh).
 FEW_TOKENS = 256
-#: The same of a step with a 16-bit cache. With more, blocks for each head and 128 queries fill a GPU, and
-#: their kernel is faster: 58 us against 88 for 4 rows of 60 tokens behind 2,016 of BLOOM-7B1 on an H100.
+#: The same for a step with a 16-bit cache. With more tokens, one block per head and 128 queries fills a GPU
+#: and is faster: 58 us against 88 for 4 rows of 60 tokens after 2,016 cached ones of BLOOM-7B1 on an H100.
 FEW_EXACT_TOKENS = 128
 
 

@@ -58,8 +58,8 @@ class Ops(AdapterOps, TopOps, Protocol):
         ...
 
     def captured_tokens(self, heads: Heads, cache: CacheLayer, dtype: torch.dtype) -> int:
-        """Return how many prefill tokens, padding included, a CUDA graph may have if its prompts have tokens
-        in the cache (Batch.fresh_prompts is False). dtype: X.
+        """Return the maximum prefill tokens, with padding, of a CUDA graph whose prompts have cached tokens
+        (Batch.fresh_prompts is False). dtype: X.
         """
         ...
 

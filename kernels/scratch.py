@@ -81,7 +81,7 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
 
 
 def top_log_probs_bytes(max_rows: int, vocab_size: int) -> int:
-    """Return tridecode_top_log_probs_scratch."""
+    """Return the bytes of tridecode_top_log_probs_scratch."""
     chunks = -(-vocab_size // _TOP_CHUNK)
     return max_rows * ((chunks * _TOP_CHUNK_BYTES + 15) // 16 * 16)
 

@@ -1,5 +1,5 @@
 """The most likely tokens of a step and their log probabilities: the operations within a step, and plain torch
-for the steps that cannot use them.
+for steps that cannot use them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from tridecode.kernels import scratch
 from tridecode.kernels.sampling_state import MOST_BIASES, SLOT, SamplingState
 
-#: tokens of a row besides the chosen one, at most
+#: maximum tokens per row, besides the chosen one
 MOST_TOP = 20
-#: places of a row's kept values: MOST_BIASES of its biases, END_IDS of the ids that end it, its bad words
+#: layout of a row's saved logits: MOST_BIASES biases, then END_IDS end ids, then bad words
 END_IDS: int = SLOT["end_ids"].shape[0]  # type: ignore[misc]
 
 
@@ -23,7 +23,7 @@ END_IDS: int = SLOT["end_ids"].shape[0]  # type: ignore[misc]
 class TopRows:
     """The buffers of the operations, at fixed addresses.
 
-    kept: (R, K) float32, logits that `sample` may edit, by place. top: (R, 2, 1 + MOST_TOP) int32, the ids of
+    kept: (R, K) float32, saved logits that `sample` may edit. top: (R, 2, 1 + MOST_TOP) int32, the ids of
     each row and the bits of its float32 values, see TopOps.top_log_probs. scratch: bytes.
     """
 
@@ -43,19 +43,19 @@ class TopRows:
 
 
 class TopOps(Protocol):
-    """The most likely tokens of rows whose slots have top_log_probs >= 0; other rows are skipped. A part of
-    kernels.ops.Ops, which has the letters; both operations may be captured in a CUDA graph.
+    """The most likely tokens of rows whose slots have top_log_probs >= 0; other rows are skipped. Part of
+    kernels.ops.Ops, which defines the dimension letters. Both operations may be captured in a CUDA graph.
     """
 
     @property
     def has_top_log_probs(self) -> bool:
-        """Return whether steps should use these operations: whether `sample` leaves logits as they are except
-        for those that keep_raw_logits keeps and the ids of n-grams.
+        """Return whether steps should use these operations: whether `sample` edits only the logits that
+        keep_raw_logits saves and the ids of n-grams.
         """
         ...
 
     def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
-        """rows.kept = the logits of the slots' biases, end_ids (where min_tokens > 0) and bad words.
+        """Save in rows.kept the logits of the slots' biases, end_ids (if min_tokens > 0) and bad words.
 
         logits: (R, V) float32, before `sample`. slots: (R,) int32, -1 for none.
         """
@@ -64,13 +64,12 @@ class TopOps(Protocol):
     def top_log_probs(
         self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows
     ) -> None:
-        """Put the kept logits back, and write rows.top from the log-softmax of each row.
+        """Restore the saved logits and write rows.top from the log-softmax of each row.
 
-        tokens: (R,) int32, the chosen ids; one outside the vocabulary counts as the nearest id. Column 0
-        belongs to the chosen token: its rank, the number of ids that are at least as likely (1: none is more
-        likely), and its log probability. Columns 1 to MOST_TOP are the most likely ids, best first and the
-        lower of equal ones first, and their log probabilities; -1 and minus infinity beyond V. Rows with NaN
-        have undefined results.
+        tokens: (R,) int32, the chosen ids, clamped to the vocabulary. Column 0 has the chosen token's rank,
+        the number of ids that are at least as likely (1: no other id), and its log probability. Columns 1 to
+        MOST_TOP have the most likely ids and their log probabilities, in descending order, lower ids first
+        among equals; -1 and minus infinity beyond V. Results are undefined for rows with NaN.
         """
         ...
 

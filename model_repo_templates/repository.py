@@ -48,7 +48,7 @@ from tridecode.model_repo_templates.served import (
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
 #: of LoRA adapters, within the engine's model; Triton ignores folders that are not numbers there
 ADAPTERS_DIR = "adapters"
-#: of the draft model's weights and tokenizer, there too
+#: folder of the draft model's weights and tokenizer, in the same folder
 DRAFT_DIR = "draft"
 HEALTH_MODEL = "tridecode_health"
 STAND_IN = "absent"  # the template and the door of a placeholder

@@ -89,13 +89,13 @@ def calibrate(
 
 
 def obstacle(planned: PlannedConversion) -> str:
-    """Return why the checkpoint cannot be calibrated; "" if nothing is known."""
+    """Return the reason why the checkpoint cannot be calibrated; "" if none is known."""
     checkpoint = planned.checkpoint
     if checkpoint.plan is not None:
-        wanted = "calibration needs the checkpoint it was made from"
+        wanted = "calibration needs the checkpoint that it was converted from"
         return f"{checkpoint.path} is a weight directory; {wanted}"
     if planned.config.layer_sizes:
-        return f"{checkpoint.path} is pruned; calibration wants layers of equal sizes"
+        return f"{checkpoint.path} is pruned; calibration needs layers of equal sizes"
     return ""
 
 

@@ -1,8 +1,8 @@
 """The names of the calibrated methods, without torch: methods.py makes them."""
 
 GPTQ = ("int8-gptq", "fp8-gptq", "w8a8-int8-gptq", "w8a8-fp8-gptq", "w8a8-fp8-blocks-gptq")
-#: values of --quantize that choose a method, and round to nearest where it cannot run
+#: value of --quantize -> its method; it rounds to nearest if the method cannot run
 DEFAULT_METHODS = {"int8": "int8-gptq"}
-#: the value of --quantize that rounds to the same format without texts
+#: value of --quantize -> the value that rounds to nearest in the same format
 NEAREST = {"int8": "int8-nearest"}
 METHODS = (*GPTQ, "int4-gptq", "int4-awq", "int4-awq-gptq", "int4-tuned", "smoothquant", "smoothquant-gptq")

@@ -67,9 +67,10 @@ class Method:
 #: SmolLM2-135M, 1,536 inputs: 860 tokens reduced KL by a fifth, 500 increased it by 5 % on other texts
 _GPTQ_TOKENS = 4
 #: int8-gptq with fewer tokens per input damps the Hessian by this share of its mean diagonal instead of 0.01.
-#: The mean is that of the few inputs with huge activations: errors at these are still compensated, and no
-#: weight moves for directions that the texts happened to have. With 100 tokens for 1,536 inputs products of
-#: SmolLM2-135M err 0.98 to 1.04 times as much on other texts as rounded ones, and 1.06 to 1.16 with 0.01
+#: A few inputs with huge activations dominate the mean: errors at these inputs are still compensated, but
+#: weights do not adapt to random directions of the texts. With 100 tokens for 1,536 inputs, matrix outputs of
+#: SmolLM2-135M on other texts have 0.98 to 1.04 times the error of rounding to nearest, and 1.06 to 1.16
+#: times with 0.01
 _INT8_TOKENS, _FEW_TOKENS_DAMPING = 0.5, 1.0
 #: levels trained on a layer's output overfit the texts: tuning needs more tokens than GPTQ benefits from
 _TUNED_TOKENS = 512 * 1024

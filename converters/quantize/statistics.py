@@ -18,10 +18,10 @@ SAMPLE = 1024  # inputs
 
 @dataclass
 class InputStatistics:
-    """Statistics of the inputs x of one matrix, in their dtype: float32 or float64.
+    """Statistics of the input vectors x of one matrix, in their dtype: float32 or float64.
 
-    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
-    at most SAMPLE. count: number of inputs.
+    hessian: (in, in), mean of x x^T. mean_abs, max_abs: (in,), mean and maximum of |x|. sample: (R, in), at
+    most SAMPLE random vectors x. count: number of vectors.
     """
 
     hessian: Tensor

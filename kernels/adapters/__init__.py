@@ -1,1 +1,1 @@
-"""LoRA adapters behind products: the operation, its launch on a GPU, and the layout of the matrices."""
+"""LoRA adapters added after a GEMM: the operation, its launch on a GPU, and the layout of the matrices."""

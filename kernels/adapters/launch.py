@@ -1,4 +1,4 @@
-"""LoRA adapters behind products on an NVIDIA GPU."""
+"""Launches the kernel that adds LoRA adapters after a GEMM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tridecode.kernels.reference.products import GATED
 
 _CODES: dict[str | None, int] = dict(ACTIVATIONS)
 _CODES.update(ROW_ACTIVATIONS)
-#: columns of a row for each block of csrc/rows/add_adapters.cu, at most: its limit, and the number without an
-#: activation, since short rows leave room for more blocks
+#: maximum columns of a row per block of csrc/rows/add_adapters.cu: the kernel's limit, and the number used
+#: without an activation, because short rows leave room for more blocks
 _BLOCK_COLUMNS, _FULL_COLUMNS = 8192, 4096
 
 
@@ -47,7 +47,7 @@ def add_adapters(
             f"add_adapters: out has {columns} columns; {outputs} outputs give {outputs // halves}"
         )
     if (norm is None) != (normed is None) or (norm is not None and activation is not None):
-        raise ShapeError("add_adapters: norm and normed belong together, without an activation")
+        raise ShapeError("add_adapters: norm and normed must be given together, without an activation")
     most = MOST_ADAPTED_COLUMNS if norm is None else MOST_NORMED_COLUMNS
     if columns > most or inputs % ADAPTER_VECTOR or columns % ADAPTER_VECTOR:
         raise ShapeError(
@@ -91,7 +91,7 @@ def add_adapters(
 
 
 def _blocks(columns: int, activation: str | None, norm: Norm | None) -> int:
-    """Return how many blocks share a row: a power of two."""
+    """Return the number of blocks per row: a power of two."""
     if norm is not None:
         return 1
     limit = _FULL_COLUMNS if activation is None else _BLOCK_COLUMNS

@@ -1,16 +1,16 @@
-"""The matrices of a LoRA adapter as csrc/rows/add_adapters.cu reads them: csrc/api/adapters.h."""
+"""The layout of a LoRA adapter's matrices for csrc/rows/add_adapters.cu, as in csrc/api/adapters.h."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_SPAN = 64  # outputs of a span
+_SPAN = 64  # outputs per span
 
 
 def spans_of(b: Tensor) -> Tensor:
-    """Return (ceil(O / 64),) int32: of each 64 outputs of b (R, O) the first rank whose b is not 0 in the low
-    half, and the rank behind the last one in the high half. On the host."""
+    """Return (ceil(O / 64),) int32 on the host: for each 64 outputs of b (R, O), the first rank with a
+    nonzero element in the low half, and one past the last such rank in the high half."""
     ranks, outputs = b.shape
     padded = torch.zeros(ranks, -(-outputs // _SPAN) * _SPAN, dtype=torch.bool)
     padded[:, :outputs] = b != 0

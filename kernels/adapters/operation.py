@@ -1,4 +1,4 @@
-"""The contract of the operation that adds LoRA adapters behind a product; part of kernels.ops.Ops."""
+"""The contract of the operation that adds LoRA adapters after a GEMM; part of kernels.ops.Ops."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tridecode.kernels.operands import AdapterSlots, AdapterTable, Norm
 
-#: of a GEMM with adapters: inputs and outputs are multiples of this, so that rows are read in vectors
+#: inputs and outputs of a GEMM with adapters are multiples of this, for vector loads
 ADAPTER_VECTOR = 8
-#: the most columns of a result whose norm add_adapters computes, and of a result without one
+#: maximum columns of a result with a norm, and of a result without one
 MOST_NORMED_COLUMNS, MOST_ADAPTED_COLUMNS = 8192, 65536
 
 
@@ -19,7 +19,7 @@ class AdapterOps(Protocol):
 
     @property
     def fuses_adapters(self) -> bool:
-        """Return whether add_adapters takes less time than the same products in torch."""
+        """Return whether add_adapters takes less time than the same GEMMs in torch."""
         ...
 
     def add_adapters(
@@ -35,14 +35,14 @@ class AdapterOps(Protocol):
         normed: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        """out[t] = activation(product[t] + x[t] @ a.T @ b) + residual[t], with a (R, in) and b (R, O) of the
-        adapter in slot adapters.slots[t] of the table, without them if the slot is -1 or empty; then
-        normed = norm(out) of the rounded out. Products and sums in float32.
+        """out[t] = activation(product[t] + x[t] @ a.T @ b) + residual[t], then normed = norm(out).
 
-        x: (T, in) X, complete before the operation that computes product. product: (T, O) X, as `linear`
-        without an activation computes it. out, residual: (T, O) X, or (T, O / 2) with a gated activation;
-        out may be product, or the residual. norm and normed (T, O) X are given together, without an
-        activation, for up to MOST_NORMED_COLUMNS columns. in, O and O / 2 are multiples of ADAPTER_VECTOR.
-        Source: Hu et al. 2021. Agrees with peft's layers.
+        a (R, in) and b (R, O) belong to the adapter in slot adapters.slots[t] of the table; they are omitted
+        if the slot is -1 or empty. Multiplies and sums in float32; norm reads the rounded out. x: (T, in) X,
+        complete before the operation that computes product. product: (T, O) X, the result of `linear` without
+        an activation. out, residual: (T, O) X, or (T, O / 2) with a gated activation; out may alias product
+        or residual. norm and normed (T, O) X are given together, without an activation, for up to
+        MOST_NORMED_COLUMNS columns. in, O and O / 2 are multiples of ADAPTER_VECTOR. Source: Hu et al. 2021.
+        Agrees with peft's layers.
         """
         ...

@@ -108,7 +108,7 @@ def _continued(rig: Rig, label: str, shape: Heads) -> Iterator[Result]:
 
 
 def prefix_attention(rig: Rig) -> Iterator[Result]:
-    """Time few queries behind a long cached prefix, over caches that together exceed the L2 cache."""
+    """Time few queries after a long cached prefix, over caches that together exceed the L2 cache."""
     block = 32
     for label, heads, kv_heads, rows, queries, before in (
         ("LLaMA-3-8B", 32, 8, 1, 30, 8160),

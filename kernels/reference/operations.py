@@ -326,7 +326,7 @@ class Reference:
 
     @property
     def has_top_log_probs(self) -> bool:
-        return False  # `sample` changes every logit
+        return False  # `sample` overwrites every logit
 
     def keep_raw_logits(self, logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
         top_rows.keep_raw_logits(logits, slots, state, rows)

@@ -12,14 +12,14 @@ from tridecode.kernels.top_log_probs import END_IDS, MOST_TOP, TopRows, best_tok
 
 
 def keep_raw_logits(logits: Tensor, slots: Tensor, state: SamplingState, rows: TopRows) -> None:
-    """TopOps.keep_raw_logits."""
+    """Implement TopOps.keep_raw_logits."""
     for row, slot in _wanting(slots, state):
         for token, place in _edited(state, slot, logits.shape[1]):
             rows.kept[row, place] = logits[row, token]
 
 
 def top_log_probs(logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, rows: TopRows) -> None:
-    """TopOps.top_log_probs."""
+    """Implement TopOps.top_log_probs."""
     count = min(MOST_TOP, logits.shape[1])
     for row, slot in _wanting(slots, state):
         for token, place in _edited(state, slot, logits.shape[1]):
@@ -35,13 +35,13 @@ def top_log_probs(logits: Tensor, slots: Tensor, state: SamplingState, tokens: T
 
 
 def _wanting(slots: Tensor, state: SamplingState) -> Iterator[tuple[int, int]]:
-    """Yield (row, slot) of the rows that want their most likely tokens."""
+    """Yield (row, slot) of the rows that request their most likely tokens."""
     wanted = state.column("top_log_probs").tolist()
     return ((row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0 and wanted[slot] >= 0)
 
 
 def _edited(state: SamplingState, slot: int, vocab_size: int) -> list[tuple[int, int]]:
-    """Return (id, place) of the logits of a slot that are kept."""
+    """Return (id, place) of a slot's saved logits."""
     count = int(state.column("num_biases")[slot])
     found = list(zip(state.biases[slot, :count, 0].tolist(), range(count)))
     if state.column("min_tokens")[slot] > 0:

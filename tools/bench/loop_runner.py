@@ -81,8 +81,8 @@ class LoopRunner:
     """Runs requests through the decode loop of a loaded engine.
 
     rate: arrivals per second, with exponentially distributed intervals determined by seed; 0: all at once.
-    grammars: of the engine, for `generate` with structured outputs. params: of every request, or of each
-    one, besides its length and its use of the cache.
+    grammars: the engine's grammars, for `generate` with structured outputs. params: parameters of all
+    requests, or a list with one per request; length and cache use are set separately.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class LoopRunner:
     ) -> float:
         """Return the seconds until each prompt has its number of new tokens; implements measure.Generate.
 
-        outputs: the grammar that each answer obeys; (): none. adapters: the name of each prompt's adapter, ""
-        for none; (): none has one. The end token is suppressed, as by a request's
-        min_tokens. Raises TridecodeError if one fails.
+        outputs: the grammar of each answer; (): no grammars. adapters: the name of each prompt's adapter, ""
+        for none; (): no adapters. min_tokens suppresses the end token. Raises TridecodeError if a request
+        fails.
         """
         end_id, lengths = self.engine.model_config.end_id, output_lengths(prompts, output_tokens)
         submits = []

@@ -27,7 +27,7 @@ Preset = Annotated[
         callback=_check_preset,
     ),
 ]
-Model = Annotated[Path | None, typer.Option(help="A repository or weight directory instead of the preset.")]
+Model = Annotated[Path | None, typer.Option(help="Repository or weight directory instead of the preset.")]
 Dtype = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Batches = Annotated[
@@ -66,14 +66,14 @@ Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.", 
 Prompts = Annotated[
     Path | None, typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
 ]
-Workload = Annotated[str | None, typer.Option(help="Random prompts with a data set's lengths: lambada.")]
+Workload = Annotated[str | None, typer.Option(help="Random prompts with the lengths of a data set: lambada.")]
 Requests = Annotated[int | None, typer.Option(min=1, help="Use only this many of --prompts or --workload.")]
 Tokenizer = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
+    Path | None, typer.Option(help="A tokenizer.json, its folder, or a repository with one.")
 ]
 Int8Head = Annotated[bool, typer.Option("--int8-head", help="Quantise the head to int8.")]
 CacheDtype = Annotated[str, typer.Option(help="dtype of the KV cache: auto, fp8 or int8.")]
-DoorPython = Annotated[str | None, typer.Option(help="Python of the server's models: numpy < 2.")]
+DoorPython = Annotated[str | None, typer.Option(help="Python for Triton's models; it needs numpy < 2.")]
 RESULTS = Path("build/bench")
 _Number = TypeVar("_Number", int, float)
 

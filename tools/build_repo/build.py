@@ -93,7 +93,7 @@ def build_repo(
     repository is replaced. quantization: quantise the layers' matrices to it by rounding to nearest.
     keep_quantization: matrices of a quantised checkpoint stay unchanged if weight directories support their
     format. quantization_floor: quality that the result must then reach. calibration: quantise by its method,
-    instead of `quantization`. parity_text: compare on these texts too.
+    instead of `quantization`. parity_text: also compare on these texts.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -241,8 +241,8 @@ def serve_command(repository: Path) -> str:
 def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int, more: int) -> None:
     """Raise ConfigError if the disk has less space than the weights need; tokenizer and configs are small.
 
-    copies: calibration keeps the matrices in files of its own until the weights are written. more: bytes of
-    the draft model.
+    copies: additional copies of the matrices; calibration keeps one until the weights are written. more:
+    bytes of the draft model.
     """
     wanted = copies * planned.total_bytes + more - staged_bytes(output, folder)
     free = shutil.disk_usage(existing_parent(output)).free

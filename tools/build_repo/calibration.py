@@ -21,8 +21,8 @@ from tridecode.tools.build_repo.calibration_time import long_time
 
 @dataclass(frozen=True)
 class Calibration:
-    """texts: None: the built-in ones. optional: where the method cannot run, matrices are rounded to nearest
-    in its format.
+    """texts: None: the built-in ones. optional: round to nearest in the method's format if the method cannot
+    run.
     """
 
     method: Method
@@ -45,8 +45,8 @@ def usable(
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console,
 ) -> Calibration | None:
-    """Print how the matrices are rounded, and return the calibration; None for an optional one that this
-    checkpoint or machine does not allow.
+    """Print how the matrices are rounded, and return the calibration; None for an optional calibration that
+    cannot run with this checkpoint or on this machine.
     """
     if calibration is None:
         return None
@@ -65,7 +65,7 @@ def _obstacle(planned: PlannedConversion, tokenizer: PreTrainedTokenizerBase | N
     if found := obstacle(planned):
         return found
     if tokenizer is None:
-        return f"{checkpoint.path} has no tokenizer; calibration wants one for its texts"
+        return f"{checkpoint.path} has no tokenizer; calibration needs one for its texts"
     if not checkpoint.has_reference:
         return f"transformers has no class for {checkpoint.path}, and calibration runs its model"
     return too_large(planned.config).replace("the comparison", "calibration")
@@ -85,8 +85,8 @@ def calibrated(
 ) -> PlannedConversion:
     """Calibrate, print the errors, and return the conversion that writes the result.
 
-    tokenizer: None: the source's. folder: for temporary files, until the conversion has been written. An
-    optional calibration that the model does not allow returns `planned`.
+    tokenizer: None: the source's. folder: for temporary files, until the conversion has been written. Returns
+    `planned` if the calibration is optional and the model does not support it.
     """
     _warn(console, long_time(planned, calibration.method, calibration.texts))
     try:

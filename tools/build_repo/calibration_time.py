@@ -1,4 +1,4 @@
-"""Warns before a calibration that takes long, which is one without a GPU."""
+"""Warns before a calibration that takes long, because there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tridecode.converters.quantize.method_names import NEAREST
 from tridecode.converters.quantize.methods import Method
 from tridecode.converters.quantize.texts import SEQUENCE_TOKENS
 
-_CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
-_LONG_MINUTES = 5.0  # of a calibration that are announced
-_LETTERS = 4  # of a token, about
+_CPU_OPERATIONS_PER_S = 1e11  # float32, two to four cores
+_LONG_MINUTES = 5.0  # longer calibrations are announced
+_LETTERS = 4  # per token, about
 
 
 def long_time(planned: PlannedConversion, method: Method, texts: list[str] | None = None) -> list[str]:
-    """Return a warning if the method trains on a CPU, or calibrates on one for more than some minutes."""
+    """Return a warning if the method trains on a CPU, or calibrates on it for more than _LONG_MINUTES."""
     tuning, config = method.tuning, planned.config
     if choose_device(EngineConfig()).type != "cpu":
         return []
@@ -30,24 +30,24 @@ def long_time(planned: PlannedConversion, method: Method, texts: list[str] | Non
     longest = min(SEQUENCE_TOKENS, config.max_positions)
     steps = tuning.steps + tuning.together_steps
     tokens = steps * tuning.sequences(longest) * longest
-    operations = 6 * weights * tokens  # GEMMs of the outputs, and of the gradients of inputs and weights
+    operations = 6 * weights * tokens  # forward GEMMs, and gradients of inputs and weights
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     return [
         f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps and all "
         f"together for {tuning.together_steps:,}, which is slow without a GPU: up to {minutes:,.1f} minutes "
-        f"a layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
+        f"per layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
     ]
 
 
 def _long_calibration(method: Method, shapes: Sequence[tuple[int, ...]], texts: list[str]) -> list[str]:
     tokens = min(sum(map(len, texts)) // _LETTERS, method.most_tokens)
     operations = sum(4 * tokens * inputs * outputs for inputs, outputs in shapes)
-    if "gptq" in method.name:  # the changes of later inputs, and the inverse in float64
+    if "gptq" in method.name:  # updates of later inputs, and the inverse in float64
         operations += sum(inputs**2 * (outputs + 3 * inputs) for inputs, outputs in shapes)
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     if minutes < _LONG_MINUTES:
         return []
     nearest = NEAREST.get(method.quantization.weights, "")
-    instead = f"; --quantize {nearest} needs no calibration, at a loss" if nearest else ""
+    instead = f"; --quantize {nearest} needs no calibration but loses quality" if nearest else ""
     found = f"{method.name} takes about {minutes:,.0f} minutes without a GPU"
     return [f"{found}, at {_CPU_OPERATIONS_PER_S:.0e} operations/s{instead}"]

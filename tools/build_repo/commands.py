@@ -98,8 +98,8 @@ def build_repo(
         str | None,
         _source(
             metavar="CHECKPOINT",
-            help="Draft model with the same tokenizer, a checkpoint or a repository, or the folder of "
-            "`train-draft`: several tokens per step (docs/guides/speculation.md).",
+            help="Drafter for speculative decoding: a checkpoint or repository with the same tokenizer, or a "
+            "folder of `train-draft` (docs/guides/speculation.md).",
         ),
     ] = None,
     parity: Annotated[
@@ -121,8 +121,8 @@ def build_repo(
         str | None,
         _quantised(
             metavar="FORMAT",
-            help="Format of the layers' matrices. int8: calibrated where the model can run. Rounded: "
-            "int8-nearest, int4, fp8; with activations in 8 bit: w8a8-int8, w8a8-fp8, w8a8-fp8-blocks "
+            help="Format of the layers' matrices. int8: calibrated if the model can run. Rounded to nearest: "
+            "int8-nearest, int4, fp8; with 8-bit activations: w8a8-int8, w8a8-fp8, w8a8-fp8-blocks "
             "(docs/guides/quantization.md). Calibrated: int8, fp8, int4 or one of w8a8 with -gptq, int4-awq, "
             "int4-awq-gptq, int4-tuned (the most accurate int4, and the slowest to build), smoothquant, "
             "smoothquant-gptq (docs/guides/calibration.md). none: dequantise the checkpoint.",

@@ -26,8 +26,8 @@ from tridecode.model_repo_templates.served import ENGINE_MODEL
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model with the target's number of ids. tokenizer: its own; None: it has none. source: its name
-    in errors."""
+    """A draft model with the target's number of ids. tokenizer: the draft model's; None: it has none. source:
+    its name in errors."""
 
     source: str
     planned: PlannedConversion
@@ -38,7 +38,7 @@ class Draft:
         return self.planned.total_bytes
 
     def write(self, folder: Path, tensor_para_size: int) -> None:
-        """Write weights and tokenizer.json."""
+        """Write the weights and tokenizer.json."""
         self.planned.write(folder, tensor_para_size)
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
@@ -83,8 +83,8 @@ def plan_draft(
         )
     if config.long_prompt_tokens or target.long_prompt_tokens:
         raise ConfigError(
-            f"--draft {source}: one of the two models rotates long prompts with other factors (longrope), "
-            "and then there are no drafts"
+            f"--draft {source}: one of the two models uses longrope (other rotary factors for long prompts), "
+            "which speculation does not support"
         )
     check_ranks(config, tensor_para_size, 1)
     try:

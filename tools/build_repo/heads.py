@@ -31,16 +31,16 @@ class HeadFiles:
             shutil.copyfile(self.folder / name, folder / name)
 
     def check_tokenizer(self, target: Tokenizer) -> None:
-        """Heads have the target's own vocabulary."""
+        """Do nothing: heads use the target's own vocabulary."""
 
 
 def is_heads(source: str | Path) -> bool:
-    """Return whether `train-draft` wrote heads, and not a draft model, into this folder."""
+    """Return whether this folder has heads of `train-draft`, not a draft model."""
     return (Path(source) / TENSORS_FILE).is_file()
 
 
 def plan_heads(source: str | Path, target: ModelConfig, stages: int, console: Console) -> HeadFiles:
-    """Open heads. stages: pipeline_para_size. The engine compares the checkpoints when it starts.
+    """Open heads. stages: pipeline_para_size. The engine compares the checkpoints at its start.
 
     Raises ConfigError or WeightFileError for what cannot draft for `target`.
     """

@@ -20,7 +20,7 @@ from tridecode.tools.build_repo.staging import check_output
 
 #: values of --quantize that round to nearest, and their formats
 _ROUNDING = {NEAREST.get(name, name): found for name, found in ROUNDED.items()}
-#: values of --quantize that take texts
+#: values of --quantize that use calibration texts
 _CALIBRATED = (*DEFAULT_METHODS, *METHODS)
 
 

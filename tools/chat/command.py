@@ -19,7 +19,7 @@ def chat(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="E.g. temperature=0."),
     ] = None,
-    load: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Continue this saved conversation.")] = None,
     cache: Annotated[
         Path | None,
         typer.Option(help="Folder of repositories. Default: $TRIDECODE_CACHE, or ~/.cache/tridecode."),

@@ -1,4 +1,4 @@
-"""Findings on the draft model of a repository."""
+"""Checks the draft model of a repository."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def draft_faults(
     tokenizer: Path | None,
     checksums: bool,
 ) -> Iterator[Finding]:
-    """Return what the engine would refuse at its start, and files that differ from the manifest.
+    """Yield errors that the engine would raise at its start, and files that differ from the manifest.
 
-    folder: of the engine's model. where: its config.pbtxt, for findings. engine: its folders are
-    relative. tokenizer: folder of the served model's; None: there is none. Kind and size of the untrusted
-    files are checked first.
+    folder: of the engine's model; the paths of `engine` are relative to it. where: its config.pbtxt, for
+    findings. tokenizer: folder of the served model's tokenizer; None: there is none. Kind and size of the
+    untrusted files are checked first.
     """
     if engine.speculation != DRAFT:
         return

@@ -77,8 +77,8 @@ def _trusted(pid: int) -> bool:
 
 
 def find_template(tokenizer_dir: Path, given: Path | None = None) -> ChatTemplate:
-    """Return the chat template in the file `given`, else that of a tokenizer folder. Raises CheckpointError
-    for a file that cannot be read, and for a model without a template.
+    """Return the chat template in the file `given`, or the template of a tokenizer folder. Raises
+    CheckpointError for a file that cannot be read, and for a model without a template.
     """
     template = ChatTemplate.find(tokenizer_dir, given)
     if template is None:
@@ -93,10 +93,10 @@ def chat_prompt(
     suffix: str = "",
     template_file: Path | None = None,
 ) -> TemplatedPrompt:
-    """The question as a user's first message in the model's chat template, with the generation prompt.
+    """Render the question as a user's first message in the model's chat template, with the generation prompt.
 
-    tools: the template's variable. suffix: text that the answer continues. template_file: of another template
-    than the model's. Raises CheckpointError for a model without a template and for a template that fails.
+    tools: the template's variable. suffix: text that the answer continues. template_file: replaces the
+    model's template. Raises CheckpointError for a model without a template and for a template that fails.
     """
     template = find_template(tokenizer_dir, template_file)
     try:

@@ -30,7 +30,7 @@ def generate(
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="With --chat and --tools: file of another chat template than the checkpoint's."),
+        typer.Option(help="With --chat and --tools: file with a template that replaces the checkpoint's."),
     ] = None,
     tools: Annotated[
         Path | None,
@@ -48,9 +48,7 @@ def generate(
     regex: Annotated[
         str | None, typer.Option(help="Regular expression that matches the whole answer.")
     ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(help="The answer is this text, or another --choice; repeatable.")
-    ] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="Text that the answer may be; repeatable.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")
     ] = 128,
@@ -124,7 +122,7 @@ def generate(
 
 def send_request(
     file: Annotated[Path | None, typer.Argument(help="A JSON request file.")] = None,
-    params: Annotated[str | None, typer.Option(help="JSON that is merged over the file.")] = None,
+    params: Annotated[str | None, typer.Option(help="JSON that overrides fields of the file.")] = None,
     timeout_s: Annotated[
         float | None, typer.Option(help="Give up after this many seconds without a response.")
     ] = None,

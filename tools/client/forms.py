@@ -88,8 +88,8 @@ def tool_chat(
 ) -> ToolChat:
     """Return the request of a user's question with the tools of a JSON file.
 
-    choice: auto, required or the name of a function. template_file: of another chat template than the
-    model's. Raises CheckpointError and ConfigError.
+    choice: auto, required or the name of a function. template_file: replaces the model's chat template.
+    Raises CheckpointError and ConfigError.
     """
     tools = _parsed("--tools", file, _read("--tools", file))
     named = {"type": "function", "function": {"name": choice}}

@@ -1,7 +1,7 @@
 """Print requirements of pyproject.toml, one per line: `python requirements.py pyproject.toml [EXTRA ...]`.
 
-The image installs them before our own code, in a layer that changes of the code do not invalidate. Runs in
-the image's Python, from 3.10 on, without any package but pip.
+The image installs them before Tridecode, in a layer that changes of the code do not invalidate. The script
+runs in the image's Python 3.10 or later, with no package except pip.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ def doctor(
         bool, typer.Option("--full", help="Read every weight file, not a sample, and compare its SHA-256.")
     ] = False,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of each GPU, e.g. 80GiB, of a planned machine.")
+        str | None, typer.Option(help="Memory of each GPU of a planned machine, e.g. 80GiB.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of such GPUs.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=1024, help="GPUs of a planned machine.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Find faults of this machine and of a model repository.

@@ -9,7 +9,7 @@ import typer
 
 def evaluate_prompts(
     data: Annotated[Path, typer.Argument(help="Questions as JSON lines: context, question, answer.")],
-    task: Annotated[int | None, typer.Option(min=0, help="Number of a task of the model.")] = None,
+    task: Annotated[int | None, typer.Option(min=0, help="Number of the model's task.")] = None,
     table: Annotated[
         Path | None,
         typer.Option(help="NeMo archive or PEFT folder, sent with each request instead of a task."),

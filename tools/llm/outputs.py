@@ -44,9 +44,9 @@ class CompletionOutput:
 class RequestOutput:
     """The answers to one prompt.
 
-    prompt: None where token ids were given. outputs: samples, or beams, best first. embedding: (hidden_size,)
-    float32, of a request that pools. prompt_logprobs: only where SamplingParams sets it; one entry a token of
-    the prompt: None for the first, then id -> Logprob, the most likely first.
+    prompt: None if token ids were given. outputs: samples, or beams, best first. embedding: (hidden_size,)
+    float32, for pooling requests. prompt_logprobs: if SamplingParams requests them, one entry per prompt
+    token: None for the first, then id -> Logprob, most likely first.
     """
 
     request_id: str
@@ -59,7 +59,8 @@ class RequestOutput:
 
 
 def keep_best(output: RequestOutput, n: int, shows: bool) -> None:
-    """Keep the n answers with the highest log probability, best first. shows: keep log probabilities, too."""
+    """Keep the n answers with the highest log probability, best first. shows: keep their log
+    probabilities."""
     likely = sorted(output.outputs, key=lambda answer: answer.cumulative_logprob or 0.0, reverse=True)
     output.outputs = likely[:n]
     for index, answer in enumerate(output.outputs):

@@ -26,10 +26,10 @@ _OUR_NAMES = {"num_return_sequences": "n", "len_penalty": "length_penalty"}
 class SamplingParams:
     """Parameters that shape an answer.
 
-    temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: draw from all tokens. n: answers to each prompt.
+    temperature 0: greedy. top_k -1 or 0, top_p 1, min_p 0: sample from all tokens. n: answers per prompt.
     best_of: answers to draw; the n with the highest log probability are returned, best first; not
-    for streams. max_tokens: None for as many as fit. logprobs: number of the most likely tokens to return for
-    each step, besides the drawn one. prompt_logprobs: the same for each token of the prompt. seed: the same
+    for streams. max_tokens: None: as many as fit. logprobs: number of most likely tokens to return for
+    each step, besides the sampled one. prompt_logprobs: the same for each token of the prompt. seed: the same
     seed gives the same answers; sample i has the seed plus i. stop: texts that end an answer, which omits
     them unless include_stop_str_in_output. truncate_prompt_tokens: number of last tokens of a prompt to keep.
     structured_outputs: the form of an answer, with one of vLLM's keys: json (a schema), json_object, regex,
@@ -68,7 +68,7 @@ class SamplingParams:
 
     @property
     def num_answers(self) -> int:
-        """Return how many answers are drawn to a prompt."""
+        """Return the number of answers to draw per prompt."""
         return self.n if self.best_of is None else self.best_of
 
     def output(self) -> Output:

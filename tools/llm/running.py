@@ -20,11 +20,11 @@ from tridecode.tools.llm.outputs import CompletionOutput, Logprob, RequestOutput
 class Running(ClientRequest):
     """Collects the events of a prompt; `take` turns them into its RequestOutput.
 
-    notify: called with this request when there is something to take, on the link's thread, and not again
-    before the next `take`. follows: call it at every event, not only at the end of a sequence: for streams,
-    and where a stop text may end an answer before the engine does. texts: of tokens, for results with log
-    probabilities; None: without. engine: number of the engine that has it. scores: of the prompt's tokens, if
-    they are wanted. finish: called with the output of a request that has ended well.
+    notify: called with this request on the link's thread when `take` has news, and not again
+    before the next `take`. follows: call notify at every event, not only at the end of a sequence: for
+    streams, and if a stop text may end an answer before the engine does. texts: texts of tokens, for results
+    with log probabilities; else None. engine: number of the engine that runs the request. scores: scores of
+    the prompt's tokens, if requested. finish: called with the output of a request that has succeeded.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Running(ClientRequest):
 
 
 def _of_prompt(scores: PromptScores, texts: TokenTexts) -> list[dict[int, Logprob] | None]:
-    """Return an entry for each token of the prompt: None for the first, which follows nothing."""
+    """Return an entry for each token of the prompt; None for the first, which has no score."""
     found: list[dict[int, Logprob] | None] = [None]
     for token, log_prob, rank, best in list(zip(scores.ids, scores.log_probs, scores.ranks, scores.best))[1:]:
         assert log_prob is not None

@@ -35,7 +35,7 @@ _FIELDS = (
 
 
 def check_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
-    """Raise RequestError for a wrong field, UnsupportedError for a beam search and for prompt_logprobs."""
+    """Raise RequestError for an invalid field, UnsupportedError for a beam search and for prompt_logprobs."""
     if isinstance(params, BeamSearchParams):
         raise UnsupportedError("a service has no beam search; run the model with LLM(…) instead")
     check_types(params)
@@ -50,7 +50,7 @@ def generate_body(
 ) -> dict[str, Any]:
     """Return the body for /inference/v1/generate. room: most tokens of the answer."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in _FIELDS}
-    if params.num_answers > params.n:  # keep_best chooses among them
+    if params.num_answers > params.n:  # keep_best selects the best n
         fields |= {"n": params.num_answers, "logprobs": params.logprobs or 0}
     fields["max_tokens"] = max(1, room) if params.max_tokens is None else params.max_tokens
     fields["stop"] = list(params.stop_words())

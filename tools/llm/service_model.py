@@ -41,7 +41,7 @@ class ServiceRunning:
     def __init__(self, output: RequestOutput, notify: Notify):
         self.output, self._notify = output, notify
         self.task: Future[Any] | None = None
-        self.chosen: SamplingParams | None = None  # of an answer that may have a best_of
+        self.chosen: SamplingParams | None = None  # params of an answer with best_of
         self._news: deque[Any] = deque()
         self._failure: TridecodeError | None = None
         self._woken = False

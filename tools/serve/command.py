@@ -61,10 +61,10 @@ def serve(
         ),
     ] = "127.0.0.1",
     metrics_address: Annotated[
-        str | None, typer.Option(help="Address of /metrics, if it differs from --address.")
+        str | None, typer.Option(help="Address of /metrics, if different from --address.")
     ] = None,
     door_python: Annotated[
-        str | None, typer.Option(help="Python of the models' processes; it needs numpy < 2.")
+        str | None, typer.Option(help="Python for Triton's models; it needs numpy < 2.")
     ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 20.0,
     start_timeout_s: Annotated[
@@ -103,7 +103,7 @@ def serve(
         ),
     ] = "10",
     parent: Annotated[
-        int | None, typer.Option(hidden=True, help="Process that started this one; end with it.")
+        int | None, typer.Option(hidden=True, help="Process that started this one; end when it ends.")
     ] = None,
 ) -> None:
     """Run tritonserver on a model repository or a checkpoint.

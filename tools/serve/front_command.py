@@ -18,10 +18,11 @@ def front(
     port: Annotated[int, typer.Option(help="Port; 0: a free one, which the log names.")] = 9000,
     workers: Annotated[int, typer.Option(help="Worker processes that share the port.")] = 1,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name of the model, may be repeated. Default: its own.")
+        list[str] | None,
+        typer.Option(help="Name of the model; repeatable. Default: its own."),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Chat template that replaces the checkpoint's.")
+        Path | None, typer.Option(help="File with a chat template that replaces the checkpoint's.")
     ] = None,
     tool_call_parser: Annotated[
         str | None,
@@ -68,7 +69,7 @@ def front(
         typer.Option(help="Authorities that their certificates must have, in PEM. Default: gRPC's own list."),
     ] = None,
     triton_cert: Annotated[
-        Path | None, typer.Option(help="Certificate that this service shows them, in PEM.")
+        Path | None, typer.Option(help="This service's certificate for those servers, in PEM.")
     ] = None,
     triton_key: Annotated[Path | None, typer.Option(help="Key of --triton-cert.")] = None,
     engine_model: Annotated[str, typer.Option(help="Model whose config.pbtxt configures the engine.")] = (

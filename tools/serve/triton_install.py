@@ -19,7 +19,7 @@ from pathlib import Path
 from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.serve.checks import is_plain_path
 
-#: requires-python of pyproject.toml
+#: lower bound of requires-python in pyproject.toml
 OLDEST_PYTHON = (3, 10)
 _STUB = "triton_python_backend_stub"
 _LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API

@@ -274,7 +274,7 @@ def test_too_few_tokens_are_told(tmp_path: Path) -> None:
 def test_a_pruned_checkpoint_is_refused(tmp_path: Path) -> None:
     source = prune(unpruned("llama"), {0: Cut(heads=(2, 3))}).save(tmp_path / "m")
     planned = plan_conversion(open_checkpoint(source), "fp32")
-    with pytest.raises(UnsupportedError, match="pruned; calibration wants layers of equal sizes"):
+    with pytest.raises(UnsupportedError, match="pruned; calibration needs layers of equal sizes"):
         calibrate(planned, TEXTS, method_of("int4-gptq"))
 
 

@@ -98,7 +98,7 @@ def test_int8_of_what_cannot_be_calibrated_is_rounded_to_nearest(tmp_path: Path,
         file.unlink()
     capsys.readouterr()
     repo_commands.build_repo(str(source), tmp_path / "without", **options)
-    assert "has no tokenizer; calibration wants one" in capsys.readouterr().out
+    assert "has no tokenizer; calibration needs one" in capsys.readouterr().out
     assert _files(tmp_path / "without") == _files(tmp_path / "nearest")
     with pytest.raises(UnsupportedError, match="weight directory; calibration needs the checkpoint"):
         repo_commands.build_repo(str(directory), tmp_path / "no", **{**options, "quantize": "int8-gptq"})

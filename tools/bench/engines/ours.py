@@ -147,9 +147,10 @@ def open_engine(job: Job) -> Iterator[Engine]:
 
 
 def _with_draft(job: Job, folder: Path) -> Job:
-    """Return the job with the weight directory of its draft model; that of a preset has config.ini alone.
+    """Return the job with the weight directory of its draft model. The directory of a preset has only
+    config.ini.
 
-    Raises ConfigError for random weights with a draft model from files, and the reverse.
+    Raises ConfigError if one of the two models has random weights and the other comes from files.
     """
     if not job.draft or job.speculation == "heads":
         return job

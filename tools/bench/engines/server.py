@@ -78,9 +78,9 @@ def _repository(job: Job) -> Iterator[Path]:
 
 
 class _Streams:
-    """Generate through the server: one stream for each prompt.
+    """Generates through the server, with one stream per prompt.
 
-    responses: how many responses with tokens each stream had, by (streams, tokens), of all runs.
+    responses: (streams, tokens) -> number of responses with tokens of each stream, over all runs.
     """
 
     def __init__(self, url: str, tokenizer: Tokenizer, tokens_in: bool):
@@ -119,7 +119,7 @@ class _Streams:
 
 
 def _with_responses(batch: dict[str, Any], streams: _Streams, output_tokens: int) -> dict[str, Any]:
-    """Add the least, the median and the largest number of responses of a stream."""
+    """Add the minimum, median and maximum number of responses per stream."""
     counts = sorted(streams.responses[batch["batch"], output_tokens])
     return {**batch, "responses_per_stream": [counts[0], counts[len(counts) // 2], counts[-1]]}
 

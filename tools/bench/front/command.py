@@ -52,7 +52,8 @@ def front(
 
 def batches(
     preset: Annotated[
-        str | None, typer.Option(help="An engine of this shape, random weights. Default: a fake engine.")
+        str | None,
+        typer.Option(help="Engine of this shape with random weights; default: a fake engine."),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences of the engine.")] = 64,
     lines: Annotated[int, typer.Option(min=100, help="Lines of the batch.")] = 10_000,

@@ -26,21 +26,21 @@ def prefix(
     load: Annotated[
         str,
         typer.Option(
-            help="conversations; documents: with a beginning each; prefixes: groups of 16 with a beginning "
-            "each; long: one prompt again and again; swap: four in turn; streams: the same while "
-            "conversations decode; mix: chats without hits."
+            help="conversations; documents: conversations with different beginnings; prefixes: groups of 16 "
+            "with a common beginning; long: one repeated prompt; swap: four prompts in turn; streams: swap "
+            "while conversations decode; mix: chats without hits."
         ),
     ] = "conversations",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 8,
     common: Annotated[
-        int, typer.Option(help="Tokens that prompts begin with; of `long`, `swap`, `streams`: all.")
+        int, typer.Option(help="Tokens of the common beginning; in `long`, `swap`, `streams`: of the prompt.")
     ] = 2000,
     repeats: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Runs with the cache and without it, or with the host tier and without it, in turns.",
+            help="Alternating runs with and without the cache, or with and without the host tier.",
         ),
     ] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent sequences.")] = 64,

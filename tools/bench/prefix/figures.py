@@ -11,8 +11,8 @@ import numpy as np
 
 
 class PlayedStep(NamedTuple):
-    """A step that ended at `time` (seconds). ins, outs: blocks that its plan copied from the host tier and to
-    it.
+    """A step that ended at `time` (seconds). ins, outs: blocks that its plan copied from and to the host
+    tier.
     """
 
     time: float
@@ -24,9 +24,9 @@ class PlayedStep(NamedTuple):
 
 @dataclass
 class Played:
-    """One run. first_ms: of each request, whether its prompt had cached tokens and the time to its first
-    token, milliseconds. computed, cached, host: prompt tokens; cached ones include those of the host tier.
-    steps: in their order; none of a server.
+    """One run. first_ms: for each request, whether its prompt had cached tokens, and the milliseconds to its
+    first token. computed, cached, host: prompt tokens; cached ones include those from the host tier. steps:
+    in order; empty for a server.
     """
 
     seconds: float = 0.0
@@ -53,10 +53,10 @@ class Played:
         }
 
     def _meanwhile(self) -> dict[str, Any]:
-        """Return what decoding steps take while blocks are copied from the host tier and to it.
+        """Return the time of decode steps with and without copies from and to the host tier.
 
-        Of steps that only decode the usual number of rows, behind another one: median and mean milliseconds
-        without copies in this plan and the one before, and with them.
+        Counts steps that only decode the most frequent number of rows and follow such a step: median and mean
+        milliseconds without copies in the plan and the previous one, and with copies.
         """
         steps = [step for step in self.steps if not step.prompt_tokens]
         if not steps:

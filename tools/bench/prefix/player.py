@@ -108,7 +108,7 @@ class Player:
 
     def play(self, traffic: Traffic, use: str, salt: str) -> Played:
         """Return the figures of a load. use: SamplingParams.cache, or "device": on, without the host tier.
-        salt: separates it from other runs.
+        salt: separates the load from other runs.
         """
         scheduler = self.scheduler
         if scheduler.cache.tier is not None:

@@ -1,4 +1,4 @@
-"""Predicts the tokens per second of a load before it runs: the real scheduler over a model of the device."""
+"""Predicts the tokens per second of a load with the real scheduler and a cost model of the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tridecode.tools.bench.prefix.traffic import Traffic
 from tridecode.tools.bench.studies.step_model import BLOOM, LLAMA, StepCost
 
 _DOOR = b"model"
-#: the shapes whose costs are known, on an H200 with 16-bit weights and cache
+#: shapes with known costs, on an H200 with 16-bit weights and cache
 _COSTS = {"llama-3-8b": LLAMA, "bloom-7b1": BLOOM}
-#: by card, the time for a byte of its memory over that of an H200: a step of LLaMA-3-8B with one sequence
-#: takes 5.16 ms on an H100 and 3.90 on an H200; products of many rows take the same time
+#: card -> time per byte of memory relative to an H200: a step of LLaMA-3-8B with one sequence
+#: takes 5.16 ms on an H100 and 3.90 on an H200; GEMMs of many rows take the same time
 _BYTE_TIMES = {"H200": 1.0, "H100": 1.315}
 
 
 def cost_of(job: Job, card: str) -> StepCost | None:
-    """Return the cost of a job's steps on a card, by its name; None if no constants are known."""
+    """Return the cost of a job's steps on the card of this name; None if its constants are unknown."""
     byte_time = next((factor for name, factor in _BYTE_TIMES.items() if name in card), 0.0)
     is_plain = not (job.quantization or job.int8_head) and job.tensor_para_size == 1
     if not is_plain or job.kv_cache_dtype != "auto" or job.preset not in _COSTS:
@@ -56,7 +56,7 @@ class _Simulation:
         for number in range(len(self._turns)):
             self._submit(number)
         pending: deque[tuple[StepPlan, float]] = deque()
-        free = known = 0.0  # seconds: the device's last step ends; the host has committed this far
+        free = known = 0.0  # seconds: end of the device's last step; end of the last committed one
         while pending or self._scheduler.has_work:
             plan = self._scheduler.plan()
             if plan is not None:

@@ -97,10 +97,10 @@ def _alternate(
     block_tokens: int = BLOCK_TOKENS,
     other: str = "off",
 ) -> dict[str, Any]:
-    """Run the load with the cache and without it, in turns, after one short run of each that does not count.
+    """Alternate runs of the load with and without the cache, after one short warm-up run of each.
 
-    Each run has a salt of its own, so it finds nothing of an earlier one. other: of the runs under "off", see
-    Player.play.
+    Each run has its own salt, so it does not find blocks of earlier runs. other: `use` of the runs under
+    "off", see Player.play.
     """
     played: dict[str, list[Played]] = {"on": [], "off": []}
     least = traffic_of(plan, vocab_size, plan.seed).least_computed(block_tokens)
@@ -117,8 +117,8 @@ def _alternate(
 
 
 def _predict(plan: PrefixPlan, job: Job, engine: Engine) -> dict[str, float]:
-    """Return and print the predicted tokens per second with the cache and without it; {} if the costs of the
-    job's steps are not known on this card.
+    """Return and print the predicted tokens per second with and without the cache; {} if the costs of the
+    job's steps are unknown on this card.
     """
     device = engine.device
     cost = cost_of(job, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
@@ -134,7 +134,8 @@ def _predict(plan: PrefixPlan, job: Job, engine: Engine) -> dict[str, float]:
 
 
 def _over(predicted: dict[str, float], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of a prediction: measured over predicted tokens per second, medians of the runs."""
+    """Return the report of a prediction, with the ratio of measured to predicted tokens per second
+    (medians)."""
     if not predicted:
         return {}
     medians = {use: statistics.median(run["tokens_per_s"] for run in found[use]) for use in predicted}

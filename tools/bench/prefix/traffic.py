@@ -20,7 +20,7 @@ _LONG_TURNS, _LONG_ANSWER = 6, 2
 #: prompts that take turns in `swap`: with a cache that holds fewer, each comes from the host tier
 _SWAPPED = 4
 
-#: tokens of the prompt and of the answer of each stream that decodes while prompts of `streams` take turns
+#: prompt and answer tokens of each decoding stream of the load `streams`
 _STREAM_PROMPT, _STREAM_ANSWER = 100, 600
 
 LOADS = ("conversations", "documents", "prefixes", "long", "swap", "streams", "mix")
@@ -92,7 +92,7 @@ class Traffic:
 def make_traffic(
     load: str, vocab_size: int, conversations: int, rounds: int, common: int, seed: int
 ) -> Traffic:
-    """Return a load of LOADS, determined by the seed. common: tokens that first prompts share; for
+    """Return a load of LOADS, determined by the seed. common: tokens of the common beginning; for
     `long`, `swap` and `streams` the tokens of a long prompt and its answer. Raises ConfigError for an unknown
     load.
     """

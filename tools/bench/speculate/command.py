@@ -32,14 +32,14 @@ def speculate(
         str,
         typer.Option(
             metavar="MODEL",
-            help="Draft model: a preset, or a folder with --model; default: drafts by lookup.",
+            help="Draft model: a preset with --preset, a folder with --model; default: lookup.",
         ),
     ] = "",
     heads: Annotated[
         str,
         typer.Option(
             metavar="FOLDER",
-            help="One-pass heads that train-draft wrote, with --model; random, with --preset.",
+            help="One-pass heads: a folder of train-draft with --model, or random with --preset.",
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
@@ -49,11 +49,11 @@ def speculate(
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     output: Output = RESULTS,
 ) -> None:
-    """Measure steps of several tokens per sequence.
+    """Measure speculative decoding.
 
-    Plain decoding, a forced number of accepted drafts, sampled text in which nothing repeats and, with a
-    draft model or heads, their own drafts, in turns on one engine: milliseconds of a step, tokens per second,
-    and their ratios to the plain run.
+    Alternates plain decoding, a forced number of accepted drafts, sampled text without repetitions and, with
+    a draft model or heads, their own drafts on one engine. Prints milliseconds per step, tokens per second,
+    and their ratios to plain decoding.
 
     \b
     Example:

@@ -16,10 +16,10 @@ from tridecode.kernels.sampling_state import MOST_DRAFTS
 
 
 class ForcedDrafts(DeviceDrafter):
-    """Runs the engine's drafter at its full cost, then writes drafts: the next `right` tokens of the answer,
-    then wrong ones.
+    """Runs the engine's drafter at its full cost, then overwrites its drafts with the next `right` tokens of
+    the answer, followed by wrong ones.
 
-    answers: of each prompt, the tokens that it gives.
+    answers: for each prompt, the tokens of its answer.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from tridecode.tools.progress import spinner
 
 #: kind of run -> the kind that its ratios refer to
 KINDS = {"plain": "plain", "forced": "plain", "sampled": "sampled", "sampled, drafts": "sampled"}
-#: with a draft model: greedy answers with its own drafts
+#: kind of run with the drafter's own drafts, greedily
 OWN = {"own drafts": "plain"}
 _COLUMNS = {
     "tokens_per_step": "tok/step",
@@ -109,7 +109,7 @@ def _batch(engine: Engine, plan: SpeculatePlan, job: Job, batch: int, say: Any) 
 
 
 def _figures(batch: int, kind: str, plain: str, runs: Mapping[str, Sequence[Ran]]) -> dict[str, Any]:
-    """Return the medians of a kind of run, and their ratios to those of the kind `plain`."""
+    """Return the medians of a kind of run, and their ratios to the medians of the kind `plain`."""
 
     def median(name: str, of: str) -> float:
         return statistics.median(getattr(run, name) for run in runs[of])

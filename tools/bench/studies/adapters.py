@@ -41,20 +41,20 @@ _SCALE = 0.02  # standard deviation of the random matrices
 
 
 class RandomAdapters(AdapterStore):
-    """Makes a random adapter of every matrix for any name, instead of reading one."""
+    """Creates a random adapter of all matrices for any name, instead of reading one."""
 
     def __init__(self, place: Place, max_loras: int, rank: int, tables: AdapterTables | None):
         super().__init__(Path("."), Path("."), place, max_loras, rank, tables=tables)
         self._rank = rank
 
     def read(self, name: str) -> Lora:
-        """Return the adapter of this name, which is the same in every run."""
+        """Return the adapter of this name, the same in every run."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         names = [name for names in self.place.linears for name in names]
         return Lora({name: self._pair(name, generator) for name in names})
 
     def _pair(self, name: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a and b of one matrix, with a rank of its own for each of its sections."""
+        """Return a and b of one matrix, with separate ranks for each of its sections."""
         spec = self.place.specs[f"{name}.weight"]
         inputs, outputs = spec.shape
         sections = spec.sections if spec.axis == 1 and spec.sections else (outputs,)
@@ -64,7 +64,7 @@ class RandomAdapters(AdapterStore):
 
 
 def cases(rows: int) -> dict[str, list[str]]:
-    """Return the adapter of each row, by the name of the case."""
+    """Return name of a case -> adapter of each row."""
     return {
         f"one row of {rows}": ["one", *[""] * (rows - 1)],
         f"one adapter, {rows} rows": ["one"] * rows,
@@ -145,7 +145,7 @@ def main() -> None:
         prompts = random_prompts(arguments.rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
         runner = LoopRunner(engine)
         for name, adapters in cases(arguments.rows).items():
-            runner.generate(prompts, 4, adapters=adapters)  # loads the adapters, and warms up
+            runner.generate(prompts, 4, adapters=adapters)  # loads the adapters and warms up
             pairs = [
                 (step_ms(runner, prompts, tokens, []), step_ms(runner, prompts, tokens, adapters))
                 for _ in range(arguments.repeats)

@@ -4,9 +4,9 @@
         [--output FILE]
 
 Each case alternates with plain requests on one engine. The first table has the median time between steps in
-which all rows decode and no prompt runs; the second one the mean time of the steps while prompts of 128
-tokens join them one after another. A ratio is the median over the repeats of a case's figure divided by the
-plain one before it.
+which all rows decode and no prompt runs. The second table has the mean time of steps while prompts of 128
+tokens join the decoding rows one by one. A ratio is the median over the repeats of a case's figure divided by
+the preceding plain figure.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tridecode.tools.bench.shapes.presets import random_prompts
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
 _TOKENS = 96  # new tokens of a decoding row
-#: prompt tokens of a request that runs with decoding rows; they fit into a graph
+#: prompt tokens of a request that joins decoding rows; they fit into a graph
 _PROMPT = 128
-#: seconds between such requests
+#: seconds between requests that join
 _GAP_S = 0.02
 #: slots beyond the decoding rows
 _SPARE = 8
@@ -59,7 +59,7 @@ ROWS: dict[str, Case] = {
     "20 tokens and a bias, all rows": _first(0, _plus(top_log_probs=20, logit_bias={5: 1.0, 9: -2.0})),
     "20 tokens and n-grams, one row": _first(1, _plus(top_log_probs=20, no_repeat_ngram_size=3)),
 }
-#: params of the prompts that run with decoding rows
+#: params of the prompts that join decoding rows
 PROMPTS = {
     "nothing": _PLAIN,
     "log-prob of the prompt": _plus(return_context_log_prob=True),
@@ -76,7 +76,7 @@ def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[Samplin
 
 
 class _Spaced(LoopRunner):
-    """Submits `rows` requests at once and the others one by one, `gap` seconds apart, from `after` on."""
+    """Submits `rows` requests at once and the others one by one, every `gap` seconds from `after` on."""
 
     rows, after, gap = 0, 0.0, 0.0
 
