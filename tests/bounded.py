@@ -5,21 +5,14 @@ The process is forked from one that has imported the readers, so that their impo
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOADED = [
-    "tridecode.converters.checkpoint",
-    "tridecode.converters.tokenizers.files",
-    "tridecode.converters.adapters",
-    "tridecode.converters.prompts",
-    "tridecode.converters.sources.peft_prompts",
-    "tridecode.tools.build_repo.build",
-]
+from tests import forkserver
+
 _KILLED_AFTER_S = 30  # of processor time
 
 
@@ -35,8 +28,7 @@ class Outcome:
 
 def bounded(function: Callable[..., Any], *arguments: Any) -> Outcome:
     """Measure the cost of function(*arguments). Both must be picklable; the return value is dropped."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver.context()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sender, function, arguments))
     process.start()

@@ -1,4 +1,4 @@
-"""Ranks of a test, in processes that live as long as their pool: without transformers, so they start fast."""
+"""Ranks of a test, in processes that live as long as their pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from tests import forkserver
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
@@ -78,7 +79,9 @@ class RankPool:
         return answers[0][0]
 
     def _start(self) -> list[tuple[Any, Any, Any]]:
-        context, workers = mp.get_context("spawn"), []
+        # a process that begins CUDA must not have inherited a part of it
+        context = mp.get_context("spawn") if torch.cuda.is_available() else forkserver.context()
+        workers = []
         for _ in range(self._size):
             jobs, answers = context.Queue(), context.Queue()
             process = context.Process(target=_work, args=(jobs, answers), daemon=True)

@@ -32,7 +32,7 @@ GOOD = part("purpose", b"batch") + part("file", filename="a.jsonl") + b"--x--\r\
 
 
 def test_files_are_what_was_uploaded(front: Front, folder: Path) -> None:
-    content = bytes(random.Random(5).randrange(256) for _ in range(3_000_000))
+    content = random.Random(5).randbytes(3_000_000)
     made = front.openai.files.create(file=("données.jsonl", content), purpose="batch")
     assert made.object == "file" and made.purpose == "batch" and made.status == "processed"
     assert made.bytes == len(content) and made.filename == "données.jsonl" and made.expires_at is None
@@ -182,6 +182,8 @@ def test_the_store_is_bounded(supervisor: FakeSupervisor, repo: Path, tmp_path: 
         response = small.post("/v1/files", content=iter(chunked), headers={"content-type": FORM})
         assert response.status_code == 413 and error_of(response)["code"] == "storage_full"
         files.delete(held.id)
+        stored = tmp_path / "store" / "files"
+        wait_until(lambda: not list(stored.glob("*.part")), what="the end of the refused upload")
         # of several at once that together are too large, those that fit are kept
         made: list[bool] = []
 
