@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 
 from tests import parts
-from tests.thinning import covering
+from tests.thinning import covering, diagonal
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (5,), (9, 7), (9, 7, 3), (2, 2, 3, 8, 3), (24, 5, 3, 2)])
@@ -35,6 +35,14 @@ def test_a_grid_with_holes_keeps_the_pairs_that_it_has():
 
 def test_without_parameters_everything_is_kept():
     assert covering([{}]) == [0]
+
+
+def test_diagonals_have_each_row_and_column_and_whole_rows():
+    pairs = diagonal("abcdef", range(7), 3, whole="b")
+    kept = [pair for pair in pairs if isinstance(pair, tuple)]
+    assert len(pairs) == 6 * 7 and kept == [(r, c) for r, c in product("abcdef", range(7))
+                                            if r == "b" or ("abcdef".index(r) + c) % 3 == 0]  # fmt: skip
+    assert {row for row, _ in kept} == set("abcdef") and {column for _, column in kept} == set(range(7))
 
 
 TESTS = """

@@ -7,7 +7,7 @@ on one parameter or on two together; the rest finds one that needs three values 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -35,6 +35,23 @@ def covering(cases: Sequence[Case]) -> list[int]:
                 kept.add(number)
                 seen |= found
     return sorted(kept) if seen else list(range(len(cases)))
+
+
+def diagonal(rows: Iterable, columns: Iterable, step: int, whole: Container = ()) -> list:
+    """Return all pairs for parametrize: `make nightly` has most of them to itself.
+
+    `make test` runs each `step`-th diagonal, and all columns of the rows in `whole`: so each row and each
+    column has a few cases. Use it for two parameters if a quicker test proves what they have in common;
+    `pairwise` would keep every pair.
+    """
+    columns = list(columns)
+    return [
+        (row, column)
+        if (i + j) % step == 0 or row in whole
+        else pytest.param(row, column, marks=pytest.mark.nightly)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
 
 
 def by_text(parameters: Mapping[str, object]) -> Case:

@@ -153,6 +153,15 @@ class MemoryLibrary:
     def __init__(self) -> None:
         self.weights: dict[float, QuantizedWeight | PackedWeight] = {}  # by the address of their values
         self.arenas: dict[str, Tensor] = {}
+        self._read: dict[int, tuple[PackedWeight, Tensor]] = {}  # by the id of a weight, which it keeps alive
+
+    def expanded(self, weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
+        """(out, in). A packed weight is read element by element, once for all its pieces: that takes long."""
+        if not isinstance(weight, PackedWeight):
+            return weight.expanded(dtype)
+        if id(weight) not in self._read:
+            self._read[id(weight)] = weight, torch.from_numpy(read_back(weight))
+        return self._read[id(weight)][1].to(dtype)
 
     def library_bind(self, addresses: int) -> None:
         pass
@@ -182,7 +191,7 @@ class MemoryLibrary:
             if ctypes.c_uint8.from_address(found).value == 255:
                 raise KernelError("cuBLASLt: the product returned status 15")
             rows = slice(done.value, done.value + size)
-            part = Linear(expanded(weight, dtype)[rows], None if bias is None else bias[rows])
+            part = Linear(self.expanded(weight, dtype)[rows], None if bias is None else bias[rows])
             more = None if residual is None else residual[:, rows]
             activation = NAMES[f["activation"]]
             Reference().linear(x, part, activation=activation, residual=more, out=out[:, rows])
@@ -268,12 +277,6 @@ def on_cpu_ops(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
     monkeypatch.setattr(DequantisedProducts, "launch", noted)
     return ops
-
-
-def expanded(weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, PackedWeight):
-        return torch.from_numpy(read_back(weight)).to(dtype)
-    return weight.expanded(dtype)
 
 
 @pytest.fixture

@@ -357,13 +357,13 @@ def test_many_streams_that_a_door_keeps_up_with_are_not_merged():
             assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 15))
 
 
-def slow_requests(count: int, **others) -> list[fake_triton.InferenceRequest]:
-    """Requests of two rows, 60 and 120 new tokens, whose responses take the server 5 ms each."""
+def slow_requests(count: int, response_s: float, **others) -> list[fake_triton.InferenceRequest]:
+    """Requests of two rows, 60 and 120 new tokens, whose responses take the server this time each."""
     requests = []
     for i in range(count):
         arrays = tensors([[10 + i, 11, 12], [20 + i]], [60, 120], is_return_log_probs=True, **others)
         requests.append(fake_triton.InferenceRequest(arrays))
-        requests[-1].sender.before_send = lambda: time.sleep(0.005)
+        requests[-1].sender.before_send = lambda: time.sleep(response_s)
     return requests
 
 
@@ -393,20 +393,20 @@ def check_slow(i: int, sent: list[fake_triton.Sent]) -> None:
 
 def test_a_door_that_falls_behind_merges_and_loses_nothing():
     with serving(decoupled=True, step_s=0.001) as door:
-        requests = slow_requests(8, is_return_context_embeddings=True)
+        requests = slow_requests(8, 0.02, is_return_context_embeddings=True)
         began = time.monotonic()
         door.execute(requests)
         for i, request in enumerate(requests):
             assert request.sender.wait(60)
             check_slow(i, request.sender.sent)
             assert len(request.sender.sent) < 60
-        assert time.monotonic() - began < 8 * 120 * 0.005 / 4  # what 4 senders would take one by one
+        assert time.monotonic() - began < 8 * 120 * 0.02 / 4  # what 4 senders would take one by one
 
 
 def test_a_door_that_is_told_to_never_merges():
     config_ = config(True, merge_behind_s="inf")
     with running(TritonPythonModel, config_, FakeEngine()) as door:
-        (request,) = slow_requests(1)
+        (request,) = slow_requests(1, 0.005)
         assert len(fake_triton.ask(door, request)) == 120
 
 

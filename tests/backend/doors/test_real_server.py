@@ -386,7 +386,7 @@ def test_an_engine_that_dies_ends_streams_that_decline_and_serves_again_when_reb
     began = time.monotonic()
     with pytest.raises(InferenceServerException, match="rank 0 was killed by signal 9"):
         stream.all()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2  # the rest of its steps takes longer
     with pytest.raises(InferenceServerException, match="killed by signal 9") as caught:
         client.infer("tridecode_health", [])
     assert "UNAVAILABLE" in caught.value.status()

@@ -6,6 +6,7 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tests.backend.engine.step_watch import WatchedEngine
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
 from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device import preparation
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.preparation import build_engine
 from tridecode.backend.engine.device.resolved_settings import resolve
@@ -67,6 +69,12 @@ def offline_engine(
         trained=trained,
     )
     return WatchedEngine(engine, keep_logits, tokenizer_dir)
+
+
+def drafting_engine(model: torch.nn.Module, speculation: str, **settings) -> OfflineEngine:
+    """An engine whose rows get every draft, because no costs of steps are measured."""
+    with mock.patch.object(preparation, "measured_costs", lambda engine, most_queries: None):
+        return offline_engine(model, keep_logits=False, speculation=speculation, **settings)
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

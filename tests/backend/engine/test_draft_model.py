@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace as with_fields
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import drafting_engine, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_adapters import ADAPTERS, engine_over, written
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import counted, learning_of
@@ -51,11 +51,9 @@ def like(model: torch.nn.Module, share: float = 0.02) -> torch.nn.Module:
 
 
 def drafting(model, draft, **settings) -> OfflineEngine:
-    """An engine whose rows get every draft, whatever the steps of this machine cost."""
+    """An engine whose rows get every draft."""
     settings = {**LONGER, **settings}
-    offline = offline_engine(model, keep_logits=False, draft=draft, speculation="draft", **settings)
-    learning_of(offline).policy.costs = None
-    return offline
+    return drafting_engine(model, "draft", draft=draft, **settings)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

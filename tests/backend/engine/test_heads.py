@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.backend.engine.draft_heads import hidden_states, known_model
-from tests.backend.engine.offline_models import offline_engine, prompts_of
+from tests.backend.engine.offline_models import drafting_engine, offline_engine, prompts_of
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import counted, learning_of
 from tests.backend.hf_models import bloom, gpt2, llama
@@ -24,11 +24,9 @@ def known(make):
 
 
 def drafting(model, trained, **settings) -> OfflineEngine:
-    """An engine whose rows get every draft, whatever the steps of this machine cost."""
+    """An engine whose rows get every draft."""
     settings = {**LONGER, **settings}
-    offline = offline_engine(model, keep_logits=False, trained=trained, speculation="heads", **settings)
-    learning_of(offline).policy.costs = None
-    return offline
+    return drafting_engine(model, "heads", trained=trained, **settings)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.backend.engine.offline_models import fp32_bound, offline_engine, prompts_of
-from tests.backend.engine.test_prefix_models import GREEDY, beginnings, computed, in_any_company
+from tests.backend.engine.test_prefix_models import GREEDY, USUAL, beginnings, computed, in_any_company
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import gpt2, llama
 from tests.checkpoints import FAMILIES, save
@@ -26,9 +26,6 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 SIZE = 8 << 20
-#: families that run each time: learned positions, rotary ones with grouped heads, ALiBi, one kv head, windows
-USUAL = ("gpt2", "llama", "bloom", "falcon", "gemma2")
-
 #: the same, of several ranks
 RANKED = ("gpt2", "llama", "bloom")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import drafting_engine, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import bloom, gpt2, llama
@@ -25,10 +25,8 @@ LENGTHS = [5, 11, 1, 8, 17]
 
 
 def drafting(model, **settings) -> OfflineEngine:
-    """An engine whose rows get every draft, whatever the steps of this machine cost."""
-    offline = offline_engine(model, keep_logits=False, speculation="lookup", **{**LONGER, **settings})
-    learning_of(offline).policy.costs = None
-    return offline
+    """An engine whose rows get every draft."""
+    return drafting_engine(model, "lookup", **{**LONGER, **settings})
 
 
 def learning_of(offline: OfflineEngine):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.backend.engine.offline_models import context_embedding, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import gpt2, llama
+from tests.thinning import diagonal
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.service.delivered import Delivered
@@ -153,8 +154,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [1, 3, 9, 20])
+@pytest.mark.parametrize(("steps", "kind"), diagonal([1, 3, 9, 20], KINDS, 2))
 def test_another_engine_continues_as_if_nothing_had_happened(kind: str, steps: int) -> None:
     model = llama()
     prompts = prompts_of([21, 9], model.config.vocab_size, seed=4)

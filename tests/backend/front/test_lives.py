@@ -61,7 +61,7 @@ def test_a_client_that_leaves_frees_its_request_at_once(
     connection = begun(slow_front, stream=streaming)
     wait_until(lambda: slow.running == 1, what="the request")
     connection.close()
-    assert wait_until(lambda: slow.running == 0, what="the cancellation") < 0.5
+    assert wait_until(lambda: slow.running == 0, what="the cancellation") < 2.0  # its steps take 8 s
     wait_until(lambda: "outcome=cancelled" in slow_front.text(), what="the line in the log")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tests.checkpoints import FAMILIES, TEXTS, greedy, save
+from tests.thinning import diagonal
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.quantization import Quantization
@@ -68,10 +69,7 @@ def e4m3_rows(x: Tensor) -> Tensor:
     return (x / scales).to(torch.float8_e4m3fn).to(x.dtype) * scales
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", "bloom", "llama", "falcon", "phi3", "stablelm", "gemma2", "baichuan"]
-)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("family", "name"), diagonal(SERVED, METHODS, 3, whole=("gpt2",)))
 def test_the_engine_answers_as_the_calibrated_model(family: str, name: str, tmp_path: Path) -> None:
     """An activation next to a half may be rounded to its other neighbour: a difference of 1/127 of the row's
     largest value, in one input, or of 1/8 of it in E4M3."""

@@ -57,7 +57,7 @@ def llm(folder: Path, runtime: None) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("degrees", [(2, 1), pytest.param((1, 2), marks=pytest.mark.nightly)])
 def test_ranks_are_processes(folder, model, tmp_path, degrees) -> None:
     tensor, stages = degrees
     with LLM(
