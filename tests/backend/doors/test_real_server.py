@@ -379,7 +379,7 @@ def serving_again(server: RealServer, engine: FakeEngine) -> Iterator[None]:
 def test_an_engine_that_dies_ends_streams_that_decline_and_serves_again_when_rebuilt(server, client):
     stream = Streaming(client)
     first = server.engine
-    first.step_s = 0.1
+    first.step_s = 0.2
     stream.ask(TEXT, text_request(stream=True, resume=False))
     stream.next()
     server.supervisor.set_phase("down", "rank 0 was killed by signal 9")
