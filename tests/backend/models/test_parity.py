@@ -10,6 +10,7 @@ import pytest
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.models.sweep import compare
 from tests.checkpoints import FAMILIES, variants
+from tests.thinning import diagonal
 from tridecode.backend.wire.messages import SamplingParams
 
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
@@ -41,8 +42,7 @@ def test_greedy_tokens_and_logits_equal_transformers_in_any_company(variant: str
     assert alone.tokens == wanted[5][0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "seed"), diagonal(FAMILIES, range(3), 3))
 def test_a_random_checkpoint_of_odd_shape_answers_as_transformers(family: str, seed: int) -> None:
     """A small part of `python -m tests.backend.models.sweep`."""
     result = compare(FAMILIES[family], Random(f"{family} {seed}"))
