@@ -47,7 +47,8 @@ def test_decoding_rows_see_their_context(place: Place, heads, alibi: bool, dtype
 @pytest.mark.parametrize("heads", [(8, 2, 128), (32, 16, 64)])
 def test_short_contexts_share_a_step_with_long_ones(place: Place, heads):
     """A team has the parts of many rows, and begins behind the last tile of some."""
-    contexts = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
+    rows = 256 if place.device.type == "cuda" else 60  # Reference has no teams
+    contexts = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(rows)]
     decode_and_compare(place, heads, contexts, 32, False, torch.bfloat16)
 
 
