@@ -1,15 +1,15 @@
 """Runs the suite in two parts with one closing line: `python -m tests.parts [arguments of pytest]`.
 
-The first part, `parallel`, computes: pytest-xdist runs one file at a time on each processor. The second,
-`timed`, has the tests with time limits for a real server, and those that kill or stop processes; TIMED names
-them. These tests mostly wait. LANES processes run them; one of these loads the machine. The first part
+The first part, `parallel`, is CPU-bound: pytest-xdist runs one file at a time on each processor. The second
+part, `timed`, has the tests with time limits for a real server and the tests that kill or stop processes;
+TIMED lists them. They mostly wait. LANES processes run them; one of these loads the machine. The first part
 runs at the same time with a low priority, so that the second gets a processor whenever it needs one.
 
 `--nightly` runs the tests that `make test` omits: those marked `nightly`, here or by thinning.py.
 
-If a part has at most AGAIN failures and errors of fixtures, they run again alone after both parts, because
-other load on the machine can exceed the limits of a few tests. A test that then passes is named in the
-output, counts as passed, and as a "rerun" in the closing line. A test that fails twice has failed.
+If a part has at most AGAIN failures and fixture errors, they run again alone after both parts, because load
+on the machine can make a few tests exceed their limits. A test that then passes is named in the output,
+counts as passed, and as a "rerun" in the closing line. A test that fails twice has failed.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def test_the_environment_of_a_door_has_all_that_doors_import() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 def test_the_oldest_python_is_the_same_everywhere() -> None:
-    """Its wheel is tested, serve refuses older doors, and no dependency is left out on any Python."""
+    """Its wheel is tested, serve refuses older doors, and no dependency is excluded on any Python."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, oldest = settings["project"], ".".join(map(str, OLDEST_PYTHON))
     assert project["requires-python"] == f">={oldest}"

@@ -94,8 +94,7 @@ def test_the_runner_prints_what_pytest_prints_and_ends_with_its_line():
     assert nothing.returncode == 5
 
 
-#: the first test fails the first time, the second one always, the third never, and the fixture of the fourth
-#: the first time
+#: the first test fails once, the second always, the third never, and the fourth's fixture fails once
 TRIES = """
 from pathlib import Path
 import pytest

@@ -1,4 +1,4 @@
-"""Files of trained drafters: what is written is read, and a file that does not fit is named."""
+"""Files of trained drafters are read as written, and errors name a file that does not fit."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ FT, FT_STREAM = "fastertransformer", "fastertransformer_streaming"
 class Program:
     """One way to use one public program.
 
-    environment: a key of ENVIRONMENTS; empty: of the machine. route: of the OpenAI service, for a client of
-    it; its {model} is the served name. answers: it prints the line ANSWER and its text, which must be the
-    server's answer, on a route of chats its answer to the chat. shows: a regular expression that its output
-    must hold; never: one that it must not. options: of build-repo, needed where the default repository does
-    not do. source: a file of a source checkout (--sources); without it, the test sends `recorded` instead:
+    environment: a key of ENVIRONMENTS; empty: the machine's. route: of the OpenAI service, for its clients;
+    {model} is the served name. answers: the program prints the line ANSWER and its text, which must be the
+    server's answer, on a chat route the answer to the chat. shows: a regular expression that must match the
+    output; never: one that must not. options: of build-repo, if the default repository does not
+    suffice. source: a file of a source checkout (--sources); without it, the test sends `recorded` instead:
     requests, pairs of client and model. why: the reason for an expected failure; empty: it should pass.
-    flag: what the command has that the program's own documentation has not.
+    flag: an option that the program's own documentation lacks.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""LoRA adapters of rows behind a product, against float64."""
+"""LoRA adapters of rows after a GEMM, compared with float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIVATIONS = {
 }
 GATES = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": ACTIVATIONS["gelu_tanh"]}
 SLOTS = 5
-_HELD: list[Tensor] = []  # what entries point to, while a test runs
+_HELD: list[Tensor] = []  # keeps the tensors alive to which entries point during a test
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def _release():
 
 
 def make_table(place: Place, ranks: dict[int, int], inputs: int, outputs: int, dtype, blocks: int = 1):
-    """A table with an adapter of rank `ranks[slot]` in each slot. blocks: b is 0 outside as many blocks on
-    its diagonal. Entries of other slots have rank 0, and addresses that nothing may read."""
-    entries = torch.zeros(SLOTS, 3, 4, dtype=torch.int64)  # as one product of three
+    """Return a table with an adapter of rank `ranks[slot]` in each slot. blocks: b is 0 outside this many
+    diagonal blocks. Entries of other slots have rank 0 and invalid addresses."""
+    entries = torch.zeros(SLOTS, 3, 4, dtype=torch.int64)  # one GEMM of three
     pairs = {}
     for slot, rank in ranks.items():
         a = place.normal(rank, inputs, dtype=dtype, scale=inputs**-0.5)
@@ -145,7 +145,7 @@ def test_a_norm_follows(place: Place, columns, kind, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_modules_have_ranks_of_their_own(place: Place, dtype) -> None:
-    """Outside a block for each module (query, key and value), b is 0."""
+    """b is 0 outside one block per module (query, key and value)."""
     rows, inputs, outputs = 6, 256, 768
     table = make_table(place, {0: 48, 1: 30}, inputs, outputs, dtype, blocks=3)
     spans = spans_of(table.pairs[0][1].cpu()).tolist()
@@ -167,10 +167,10 @@ def test_spans_of_zeros_are_empty() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 28672), (14336, 4096), (4096, 4096)])
-def test_adapters_are_read_while_the_product_runs(
+def test_adapters_are_read_while_the_gemm_runs(
     cuda_place: Place, rows: int, inputs: int, outputs: int
 ) -> None:
-    """The kernel reads x and the adapters while the product runs; many times, with new inputs each time."""
+    """The kernel reads x and the adapters while the GEMM runs; repeated with new inputs."""
     place, dtype = cuda_place, torch.bfloat16
     ops = place.ops
     table = make_table(place, {0: 16, 1: 16, 2: 64}, inputs, outputs, dtype)

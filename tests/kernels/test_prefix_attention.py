@@ -1,5 +1,5 @@
-"""Attention of few queries behind a long cached prefix against float64, over a poisoned cache of 16 and of 8
-bits; every row in one step with others, with padding, and in a graph."""
+"""Attention of few queries after a long cached prefix, compared with float64, over a poisoned cache of 16 and
+of 8 bits; rows share steps with others, with padding, and run in a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.test_attention_8bit import filled_cache
 from tridecode.kernels.bench.measure import capture
 from tridecode.kernels.operands import FEW_TOKENS, Batch, CacheLayer, Heads
 
-#: (query heads, kv heads, head size): of LLaMA-3, BLOOM, Qwen2, Falcon, Phi-3, OPT, of no model, and of Gemma
+#: (query heads, kv heads, head size): LLaMA-3, BLOOM, Qwen2, Falcon, Phi-3, OPT, none, Gemma
 HEADS = [
     (32, 8, 128),
     (32, 32, 128),
@@ -27,7 +27,7 @@ HEADS = [
     (9, 3, 112),
     (8, 1, 256),
 ]
-#: those of tests that also run on the reference
+#: heads of tests that also run on the reference
 FEW_HEADS = [(4, 4, 64), (6, 2, 128)]
 #: (context, queries) of each row
 ROWS = {
@@ -70,7 +70,7 @@ class Step:
         self.qkv = self.queries(dtype)
 
     def queries(self, dtype: torch.dtype) -> Tensor:
-        """Random queries; the new keys and values are those of the cache."""
+        """Return random queries, with the cache's new keys and values."""
         place, width = self.place, self.heads.num_heads * self.heads.head_size
         qkv = place.normal(self.batch.num_tokens, self.heads.qkv_size, dtype=dtype)
         starts = self.batch.query_starts.tolist()
@@ -103,7 +103,7 @@ class Step:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", FEW_HEADS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_few_queries_see_what_is_before_them(place: Place, rows: str, heads, dtype: torch.dtype, format: str):
+def test_few_queries_attend_to_their_prefix(place: Place, rows: str, heads, dtype: torch.dtype, format: str):
     step = Step(place, make_heads(place, *heads, alibi=heads[0] == heads[1]), ROWS[rows], dtype, format)
     step.compare(step.run())
 
@@ -145,7 +145,7 @@ def test_heads_of_models_see_their_windows(cuda_place: Place, rows: str, heads, 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("place_of_peak", [0, 300, 998, 999])
 def test_one_key_may_outweigh_all_others(place: Place, place_of_peak: int, size: int):
-    """Parts without it weigh nothing, whatever their own maximum is."""
+    """Parts without it have no weight, whatever their own maximum is."""
     heads, dtype = make_heads(place, 4, 2, size), torch.bfloat16
     step = Step(place, heads, [(1000, 3)], dtype)
     block = int(step.batch.block_tables[0, place_of_peak // 16])
@@ -157,7 +157,7 @@ def test_one_key_may_outweigh_all_others(place: Place, place_of_peak: int, size:
 
 
 @pytest.mark.parametrize("format", ["", "fp8"])
-def test_a_row_is_as_it_is_beside_numbers_that_are_none(place: Place, format: str):
+def test_a_row_does_not_change_next_to_rows_with_nan(place: Place, format: str):
     rows = [(300, 20), (500, 40), (90, 9)]
     step = Step(place, make_heads(place, 8, 2, 128), rows, torch.bfloat16, format)
     out = step.run()
@@ -170,7 +170,7 @@ def test_a_row_is_as_it_is_beside_numbers_that_are_none(place: Place, format: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["", "fp8", "int8"])
 def test_an_8_bit_cache_is_read_directly(cuda_place: Place, format: str):
-    """Up to FEW_TOKENS tokens; more of them need the memory in which blocks are dequantised."""
+    """Up to FEW_TOKENS tokens; more tokens need scratch memory for dequantised blocks."""
     gpu, heads = cuda_place.ops.gpu, make_heads(cuda_place, 8, 2, 128)
     held = gpu.arenas.pop("expanded", None)
     try:

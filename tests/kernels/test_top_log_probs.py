@@ -1,4 +1,4 @@
-"""The most likely tokens of each row, and the chosen token's rank, against float64."""
+"""The most likely tokens of each row, and the chosen token's rank, compared with float64."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BAD_WORDS = 8
 
 
 def periodic(rows: int, vocab: int, random: np.random.Generator) -> np.ndarray:
-    """Large values at every 4th id of one thread, and its neighbours': many candidates in few places."""
+    """Return large values at every 4th id of a thread and its neighbours: many candidates in few threads."""
     x = random.normal(0, 1, (rows, vocab))
     x[:, np.arange(vocab) % 1024 < 80] += 50
     return x
 
 
 def nearly_impossible(rows: int, vocab: int, random: np.random.Generator) -> np.ndarray:
-    """Three finite logits a row."""
+    """Return rows with three finite logits."""
     x = np.full((rows, vocab), -np.inf)
     for row in x:
         row[random.integers(0, vocab, 3)] = random.normal(0, 5, 3)
@@ -53,7 +53,7 @@ def float32(values: np.ndarray) -> Tensor:
 
 
 def wanting(place: Place, rows: int, vocab: int) -> SamplingState:
-    """Slots of rows that want their most likely tokens, except for those of every third."""
+    """Return slots that request their most likely tokens, except every third one."""
     state = SamplingState.allocate(rows, 4, vocab, BAD_WORDS, place.device)
     state.column("top_log_probs")[:] = place.ints([-1 if row % 3 == 2 else row % 21 for row in range(rows)])
     return state
@@ -67,7 +67,7 @@ def buffers(place: Place, rows: int, vocab: int) -> TopRows:
 
 
 def check_row(top: Tensor, logits: Tensor, token: int) -> None:
-    """top (2, 21) int32 is that of logits (V,) float32 and the chosen token."""
+    """Compare top, (2, 21) int32, with logits (V,) float32 and the chosen token."""
     row, count = logits.double(), min(MOST_TOP, len(logits))
     raw = row.log_softmax(-1)
     order = row.argsort(descending=True, stable=True)[:count]
@@ -111,7 +111,7 @@ def test_the_most_likely_tokens_are_those_of_float64(place: Place, kind: str, vo
 
 @pytest.mark.parametrize("vocab", [37, 5000, 50257])
 def test_logits_that_are_edited_between_are_put_back(place: Place, vocab: int) -> None:
-    """Biases of many ids, ends and the last ids of bad words; the same id twice."""
+    """Biases of many ids, end ids, last ids of bad words, and a repeated id."""
     random, rows = np.random.default_rng(vocab), 6
     logits = float32(random.normal(0, 3, (rows, vocab)))
     state, top = wanting(place, rows, vocab), buffers(place, rows, vocab)
@@ -145,8 +145,8 @@ def test_logits_that_are_edited_between_are_put_back(place: Place, vocab: int) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [61, 3001, 50257, 128256])
-def test_behind_sample_they_are_those_of_the_raw_logits(cuda_place: Place, vocab: int) -> None:
-    """Every rule of `sample` but n-grams; the tokens are those without the operations."""
+def test_top_tokens_after_sample_come_from_the_raw_logits(cuda_place: Place, vocab: int) -> None:
+    """All rules of `sample` except n-grams; the operations do not change the sampled tokens."""
     place, random, rows = cuda_place, np.random.default_rng(vocab), SLOTS
     for _ in range(3):
         state = random_state(place.device, vocab, rows, random, no_repeat_ngram_size=0)
@@ -176,8 +176,8 @@ def test_behind_sample_they_are_those_of_the_raw_logits(cuda_place: Place, vocab
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 128256])
-def test_a_graph_of_them_follows_the_slots(cuda_place: Place, vocab: int) -> None:
-    """Replays differ in the rows that want them and in the number of rows."""
+def test_a_graph_follows_the_slots(cuda_place: Place, vocab: int) -> None:
+    """Replays differ in the requesting rows and in the number of rows."""
     place, rows = cuda_place, 16
     state, top = wanting(place, rows, vocab), buffers(place, rows, vocab)
     logits = torch.zeros(rows, vocab, device=place.device)

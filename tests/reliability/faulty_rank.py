@@ -145,8 +145,8 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
 
 
 def _tear(point: str, strike: Callable[[], None]) -> None:
-    """Arrange that `strike` is called in the middle of a copy to the host tier, whose slots are then half
-    written, or from it, whose blocks are.
+    """Call `strike` in the middle of a copy to or from the host tier, when its slots or blocks are half
+    written.
     """
 
     def half(store: HostStore, transfer: Transfer, *_: Any) -> None:

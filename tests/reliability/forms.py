@@ -1,4 +1,4 @@
-"""Requests whose answers obey a grammar: their forms, and a check of each answer by another library."""
+"""Requests whose answers obey a grammar, and a check of each answer with another library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def form_of(draw: random.Random, new_tokens: int) -> Form:
 
 
 def fault_of(form: Form, answer: str) -> str:
-    """Return why an answer does not obey its form; "" if it does."""
+    """Return why an answer does not match its form; "" if it matches."""
     kind, guide = form
     if kind == "regex":
         return "" if re.fullmatch(guide, answer) else f"{answer!r} does not match {guide}"

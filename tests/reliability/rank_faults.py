@@ -33,7 +33,7 @@ TOKENS = 40
 STARTING = ("python", "joining", "verify", "loading", "cache")
 SERVING = ("idle", "plan", "step", "adapter")
 COPYING = ("copy-out", "copy-in")
-#: of an engine that copies: several full blocks
+#: tokens for engines that copy: several full blocks
 LONG_PROMPT, COPY_SETTINGS = PROMPT * 14, {"host_cache_bytes": 8 << 20, "block_tokens": 8}
 #: what a culprit is called, by kind of accident
 WORDS = {
@@ -214,9 +214,10 @@ class RankRange(Strikes):
         self.check_answer(service, row)
 
     def _strike_while_copying(self, service: RankService, accident: Accident, row: Row) -> None:
-        """A kill in the middle of a copy. The next engine finds only whole blocks, and gives the same tokens.
+        """Kill a rank in the middle of a copy. The next engine finds only whole blocks and gives the same
+        tokens.
 
-        Copies from the tier happen in the second engine, behind a kill of the first one between steps.
+        Copies from the tier occur in the second engine, after the first one was killed between steps.
         """
 
         def ask() -> list[int]:

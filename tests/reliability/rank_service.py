@@ -167,7 +167,7 @@ class RankService:
         return answer
 
     def metrics(self) -> dict[str, float]:
-        """Return those of the last heartbeat."""
+        """Return the metrics of the last heartbeat."""
         assert self.link is not None
         beat = self.link.beat()
         assert beat is not None, "no engine runs"

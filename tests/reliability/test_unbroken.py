@@ -25,7 +25,7 @@ SLACK_S = 2.0  # detection, the first step of all prompts, and the load of the m
 
 
 def asks() -> list[Ask]:
-    """Greedy and sampled streams of texts, some in a form, and of ids, each with a prompt of its own."""
+    """Return greedy and sampled streams of texts (some with a form) and of ids, with different prompts."""
     made, draw = [], random.Random("forms")
     for number in range(STREAMS):
         seed = None if number % 4 < 2 else 2**62 + number

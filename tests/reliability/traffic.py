@@ -68,8 +68,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Ask:
-    """A well-formed request. way: grpc, grpc_stream, http, generate or generate_stream. form: that its
-    answers obey."""
+    """A well-formed request. way: grpc, grpc_stream, http, generate or generate_stream. form: the form of its
+    answers."""
 
     name: str
     model: str
@@ -116,7 +116,7 @@ class Ask:
         return hashlib.sha256(b"|".join(held)).hexdigest()[:16] if held else ""
 
     def fault(self, outcome: Outcome) -> str:
-        """Return why an answer does not obey the form; "" if it does, or if there is none."""
+        """Return why an answer does not match the form; "" if it matches, or without a form."""
         return fault_of(self.form, outcome.outputs.get("text_output", b"").decode("utf-8", "replace"))
 
 
@@ -196,7 +196,8 @@ def controls() -> list[Ask]:
 
 
 def mixture(seed: int, count: int, prompt_tokens: int = 48, new_tokens: int = 160) -> list[Ask]:
-    """Requests of a crowd, drawn from the seed: doors, lengths, sampling and, in each sixth, forms."""
+    """Return random requests by the seed, with different doors, lengths and sampling; every sixth has a
+    form."""
     draw = random.Random(f"mixture {seed}")
     asks = []
     for number in range(count):

@@ -310,7 +310,7 @@ class GrpcCaller:
 
 
 def _code_of(error: grpc.aio.AioRpcError) -> str:
-    """Return the status; CONNECTION for the words of the client's library where a server dies in a call."""
+    """Return the status; CONNECTION for the client library's error when a server dies during a call."""
     return "CONNECTION" if error.details() == "Internal error from Core" else error.code().name
 
 

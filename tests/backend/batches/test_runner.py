@@ -23,7 +23,7 @@ class _Slow:
         return Response(200, "r", msgspec.Raw(b"{}"))
 
 
-def test_progress_goes_on_after_a_disk_was_full_for_a_moment(
+def test_progress_continues_after_the_disk_was_full_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_TICK_S", 0.01)

@@ -1,4 +1,4 @@
-"""Tensors that the responses of a request share, and texts that are serialised without numpy's iterator."""
+"""Tensors shared by the responses of a request, and texts serialised without numpy's iterator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tridecode.backend.doors.door import Outputs
 
-#: with Triton's own module: both functions must give the same bytes
+#: compares both functions in a process with Triton's own module
 PROGRAM = """
 import sys
 import numpy as np

@@ -28,7 +28,7 @@ def greedy_texts(model: torch.nn.Module, prompts: list[list[int]], new: int) -> 
 def trained_heads(
     model: torch.nn.Module, texts: list[Text], depth: int = 3, epochs: int = 150
 ) -> tuple[Heads, TrainedDraft]:
-    """Heads that know most of these texts by heart."""
+    """Return heads that are overfitted to these texts."""
     table = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     states = states_of(texts, [hidden_states(model, text) for text in texts])
@@ -41,7 +41,7 @@ def trained_heads(
 
 @lru_cache(maxsize=4)
 def known_model(make, prompts: tuple[tuple[int, ...], ...], new: int):
-    """A model, its greedy answers to prompts, and heads that know most of them."""
+    """Return a model, its greedy answers to prompts, and heads that are overfitted to them."""
     model = make()
     texts = greedy_texts(model, [list(prompt) for prompt in prompts], new)
     return model, texts, *trained_heads(model, texts)

@@ -36,7 +36,7 @@ class HostDevice(ToyDevice):
 
     def __init__(self, limits: SchedulerLimits, memory: HostMemory):
         super().__init__(limits)
-        self.memory, self.shares = memory, SHARES  # that the slowest rank has pinned
+        self.memory, self.shares = memory, SHARES  # shares pinned by the slowest rank
 
     def run(self, plan: StepPlan) -> StepResult:
         part = plan.part(HostCopies)

@@ -46,8 +46,9 @@ def offline_engine(
     trained: TrainedDraft | None = None,
     **settings,
 ) -> OfflineEngine:
-    """Small blocks, small steps and few slots, so that chunks, joins and reuse happen. host_fd: memory file
-    of a host tier. draft, trained: the draft model, with speculation="draft", or a trained drafter."""
+    """Return an engine with small blocks, small steps and few slots, so that chunking, joining and reuse
+    occur. host_fd: memory file of a host tier. draft, trained: the draft model, with speculation="draft", or
+    a trained drafter."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
     place, config = torch.device(device), model_config(model.config)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)

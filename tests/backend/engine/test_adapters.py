@@ -101,9 +101,9 @@ def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_behind_each_product_give_the_tokens_of_peft(served, family: str, monkeypatch) -> None:
-    """The operations that a GPU's graphs capture, here with those of the CPU: rows of prompts and of decoding
-    sequences, and prompts that are multiplied apart."""
+def test_adapters_added_after_each_gemm_give_the_tokens_of_peft(served, family: str, monkeypatch) -> None:
+    """AdaptedRows, which a GPU's graphs capture, over the CPU's operations: rows of prompts and of decoding
+    sequences, and prompts that are multiplied separately."""
     monkeypatch.setattr(Cpu, "fuses_adapters", True)
     monkeypatch.setattr(device_state, "fits", lambda linears: True)
     monkeypatch.setattr(adapters_run, "_SEGMENT", 5)
@@ -395,7 +395,7 @@ def test_kernels_add_adapters_to_matrices_of_whole_vectors_without_rounded_input
 
 
 def test_a_slot_is_filled_again_once_its_adapter_is_dropped() -> None:
-    """Two slots for each adapter that may be loaded: an evicted one keeps its own until a plan drops it."""
+    """There are two slots per adapter: an evicted adapter keeps its slot until a plan drops it."""
     linear = Linear(torch.empty(48, 24))
     tables = AdapterTables([linear], 1, 4, 8, 4, torch.device("cpu"))
     pair = torch.zeros(24, 2), torch.zeros(2, 48)

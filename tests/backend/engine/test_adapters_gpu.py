@@ -33,7 +33,7 @@ TOKENS = 12
 
 
 def engine_of(model, directory: Path, **settings) -> OfflineEngine:
-    """An engine of the model, which serves the adapters in directory / "adapters"."""
+    """Return an engine that serves the model with the adapters in directory / "adapters"."""
     planned = plan_conversion(open_checkpoint(save(model, directory / "hf", tokenizer=False)))
     planned.write(directory / "weights")
     write_targets(directory / "weights", planned)
@@ -43,7 +43,7 @@ def engine_of(model, directory: Path, **settings) -> OfflineEngine:
 
 
 def count_replays(graphs: DecodeGraphs, monkeypatch) -> list[int]:
-    """Return a list that grows by the padded rows of each step that is replayed."""
+    """Return a list to which each replayed step appends its padded rows."""
     seen: list[int] = []
     replay = graphs.replay
 
@@ -101,7 +101,7 @@ def test_an_adapter_that_replaces_another_changes_the_rows_of_the_same_graph(tmp
 
 @pytest.mark.parametrize("quantization", ["", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_a_graph_computes_the_rows_of_torch_behind_any_weight(quantization: str, rows: int) -> None:
+def test_a_graph_computes_the_rows_of_torch_for_any_weight_format(quantization: str, rows: int) -> None:
     job = make_job(
         "smollm2-135m", None, "bf16", batches=(64,), prompt_tokens=32, output_tokens=8, cache_bytes=64 << 20,
         quantization=quantization,

@@ -119,7 +119,7 @@ def test_plans_come_in_order_and_whole():
         with pytest.raises(TridecodeError, match=rf"rank 2 got plan {step} after plan 9; wanted 10"):
             order.check(plan(step))
     late = LateSamples(9, [], np.zeros((0, 0), np.int32))
-    assert order.check(late) is late and order.check(late) is late  # the order of plans is as before
+    assert order.check(late) is late and order.check(late) is late  # the order of plans is unchanged
     with pytest.raises(TridecodeError, match="rank 2 got late samples of plan 8 after plan 9"):
         order.check(LateSamples(8, [], late.masks))
     order.check(plan(10))

@@ -1,4 +1,4 @@
-"""Prompts of the lowest priority next to others: what a step has of them."""
+"""Prompts of the lowest priority next to others: how many of them a step has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LINE, OTHERS = [3] * 8, [5] * 8
 
 
 class Noted:
-    """A run that notes the prompt tokens of each step: those of LINE and those of other prompts."""
+    """A run that records the prompt tokens of each step, separately for LINE and other prompts."""
 
     def __init__(self, max_step_tokens: int = 100) -> None:
         sizes = limits(num_blocks=200, max_sequences=20, max_step_tokens=max_step_tokens)

@@ -222,7 +222,7 @@ def test_an_identity_separates_all_that_the_values_depend_on(
 
 @given(st.binary(min_size=32, max_size=32), ids)
 def test_identities_are_keyed_hashes_of_the_parent_and_the_ids(secret: bytes, some: bytes) -> None:
-    """Engines that were built before know the blocks of a host tier by them."""
+    """The identities must not change: later engines find the blocks of a host tier by them."""
     parent, wanted = b"p" * 16, []
     for first in range(0, len(some), _SIZE):
         data = (wanted[-1] if wanted else parent) + some[first : first + _SIZE]

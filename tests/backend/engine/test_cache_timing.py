@@ -1,4 +1,4 @@
-"""The time to the first token says nothing about prompts that were sent with another salt."""
+"""The time to the first token reveals nothing about prompts that were sent with another salt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def first_token_s(offline: OfflineEngine, prompt: list[int], salt: str) -> float
 
 
 def share_of_right_guesses(shorter: list[float], longer: list[float]) -> float:
-    """Return how often a random member of `shorter` is below one of `longer`: 0.5 where both are alike."""
+    """Return the probability that a member of `shorter` is below one of `longer`: 0.5 for equal
+    distributions."""
     wins = np.array(shorter)[:, None] < np.array(longer)[None]
     return float(wins.mean())
 
@@ -34,9 +35,9 @@ def share_of_right_guesses(shorter: list[float], longer: list[float]) -> float:
 @pytest.mark.parametrize("blocks", [400, 20], ids=["in the cache", "in the host tier"])
 @torch.inference_mode()
 def test_prompts_of_another_salt_cannot_be_seen_in_the_time_to_the_first_token(blocks: int) -> None:
-    """A client sends prompts that others have sent, new ones, and, to show that hits are seen, its own ones
-    again; in turns, because the load of the machine changes. With 40 prompts each the share of right guesses
-    has a standard deviation of 0.065."""
+    """A client alternates between prompts that others have sent, new prompts, and repeated prompts of its
+    own, which show that hits can be measured. They alternate because the load of the machine changes. With 40
+    prompts each, the share of right guesses has a standard deviation of 0.065."""
     model = llama()
     fd = create_file(64 << 20)
     try:

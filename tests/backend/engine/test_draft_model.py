@@ -152,7 +152,7 @@ def test_cached_prefixes_have_the_draft_models_keys_and_values() -> None:
     assert learning.accepted["draft"] >= learning.drafted["draft"] - 2
 
 
-def test_rows_without_drafts_keep_their_tokens_beside_others() -> None:
+def test_rows_without_drafts_keep_their_tokens_next_to_rows_with_drafts() -> None:
     model = llama()
     prompts = prompts_of([5, 9, 7, 6], model.config.vocab_size)
     params = [

@@ -1,4 +1,4 @@
-"""The part of a plan for a planned drafter: it crosses to other ranks, and a damaged one is refused."""
+"""The part of a plan for a planned drafter is sent to other ranks; a damaged one is refused."""
 
 from __future__ import annotations
 

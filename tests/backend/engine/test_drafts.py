@@ -62,7 +62,7 @@ class HostDrafter:
 
 
 class PlannedDrafts:
-    """Checks the parts that let a planned drafter draft: its cache writes go to blocks of the row alone."""
+    """Checks the parts of a planned drafter: its cache writes go only to unshared blocks of the row."""
 
     def __init__(self, run: Run):
         self.run, self.plan, self.rows = run, run.scheduler.plan, 0
@@ -77,7 +77,7 @@ class PlannedDrafts:
         cache, size = self.run.scheduler.cache, self.run.device.limits.block_tokens
         for row in part.rows.tolist():
             sequence, slot = plan.sequences[row], plan.slots.item(row)
-            most = cache.lengths.item(slot) + part.count  # tokens, if every token of the row is kept
+            most = cache.lengths.item(slot) + part.count  # tokens if the row keeps all its drafts
             assert most <= self.run.device.limits.max_sequence_tokens
             first, columns = sequence.num_known // size, -(-most // size)  # of the newest token, at least
             assert plan.block_tables[row, first:columns].tolist() == sequence.blocks[first:columns]
@@ -89,7 +89,7 @@ class PlannedDrafts:
 
 
 def drafting_run(seed: int, overlap: bool | str, on_host: bool | str, **changes) -> Run:
-    """on_host "planned": on the device, by a planned drafter."""
+    """Return a run with drafts. on_host "planned": a planned drafter on the device."""
     run, random = Run(limits(**changes), overlap), np.random.default_rng(seed)
     if on_host is True:
         run.scheduler.planner.use_drafter(HostDrafter(random))

@@ -20,7 +20,7 @@ from tridecode.backend.engine.step.plan import LateSamples, StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 WAIT_S = 60.0
-WORDS = 3  # of a mask
+WORDS = 3  # per mask
 
 
 class Ranks:
@@ -144,7 +144,7 @@ def test_on_a_cpu_each_step_ends_before_the_next() -> None:
 
 
 def test_late_rows_are_sampled_once_rank_0_has_sent_their_masks() -> None:
-    """Rank 0 sends the masks after the step before has ended, so the follower must end that step first."""
+    """Rank 0 sends the masks after the previous step has ended, so the follower must end that step first."""
     engine = Engine(is_asynchronous=True)
     thread, _, errors = started(engine)
     first, second = numbered(1), numbered(2)

@@ -36,7 +36,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 TOKENIZER = tiny_tokenizer()
-#: nowhere does it force a byte, which the engine would tokenise in one way only
+#: it never forces a byte, because the engine would tokenise forced bytes in only one way
 PATTERN = "[a-f]{5,7}[0-9]{4,9}"
 PREFIX = "[a-f]{0,7}|[a-f]{5,7}[0-9]{0,9}"
 OUTPUT = StructuredOutput("regex", PATTERN)
@@ -45,13 +45,13 @@ PROMPTS = [[5, 6, 7], [9] * 20, [31, 12], [100, 42, 17, 8]]
 
 @functools.cache
 def texts() -> dict[int, str]:
-    """Return the text of each token that an answer to PATTERN may have."""
+    """Return the text of each token that may occur in an answer to PATTERN."""
     found = {token: TOKENIZER.decode([token]) for token in range(3, len(TOKENIZER))}
     return {token: text for token, text in found.items() if re.fullmatch("[a-f0-9]+", text)}
 
 
 class _Mask(LogitsProcessor):
-    """Excludes the tokens after which the answer begins no text of PATTERN."""
+    """Excludes the tokens after which the answer is not a prefix of a match of PATTERN."""
 
     def __init__(self, prompt_tokens: int):
         self._prompt_tokens = prompt_tokens
@@ -147,7 +147,7 @@ MIXED = [
 
 
 def moved(first: OfflineEngine, second: OfflineEngine, steps: int) -> list[dict]:
-    """Begin MIXED on one engine; another one continues it once the first request has `steps` tokens."""
+    """Begin MIXED on one engine, and continue on another once the first request has `steps` tokens."""
     clients = {}
     for number, sequences in enumerate(MIXED):
         clients[number] = Client(Submit(number, sequences), random_model().config.vocab_size)
@@ -201,7 +201,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_several_ranks_continue_what_others_began(
     directory: Path, tensor: int, stages: int, pipelined: bool
 ) -> None:
-    """An engine of one rank begins; n, penalties and words are among what the ranks continue."""
+    """An engine of one rank begins, and the ranks continue requests with n, penalties and words."""
     settings = {"max_sequences": 8, "tokenizer_dir": tokenizer_folder()}
 
     def all_of(offline: OfflineEngine) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Schemas that are prepared for the compiler: jsonschema decides what they mean."""
+"""Schemas that are prepared for the compiler; jsonschema is the reference for their meaning."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_names_of_properties_and_values_are_not_keywords() -> None:
     assert prepare(schema(nested)).text.count("anyOf") == 2
 
 
-def test_a_base_of_its_own_may_change_a_reference() -> None:
+def test_an_id_may_change_the_meaning_of_a_reference() -> None:
     cat = {"$id": "http://example.com/x", "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
     given = schema({"properties": {"p": cat}, "$defs": DEFINITIONS})
     assert prepare(given) is given
@@ -153,7 +153,7 @@ def test_a_recursive_schema_with_a_finite_value_is_kept(given: dict[str, Any]) -
 
 
 def test_answers_to_a_discriminated_union_are_valid() -> None:
-    """It is of the form that pydantic writes; an endless schema next to it is refused by name."""
+    """The union has pydantic's form; an endless schema in the same batch is refused by name."""
     cat = {**DEFINITIONS["cat"], "required": ["kind", "lives"], "additionalProperties": False}
     dog = {**kind({"const": "dog"}, age={"type": "integer", "minimum": 0, "maximum": 20}),
            "additionalProperties": False}  # fmt: skip

@@ -56,7 +56,7 @@ COUNT = 24
 
 
 def late_on_ranks(directory: Path, meeting: Path, tokenizer: Path, rank: int, world: int, exchange) -> str:
-    """Answer on one of several tensor ranks; what is wrong, "" for nothing."""
+    """Answer on one of several tensor ranks; return what is wrong, else ""."""
     device = torch.device("cuda", torch.cuda.current_device())
     ranks = ProcessRanks(rank, world, 1, f"file://{meeting}", device)
     try:
@@ -148,7 +148,7 @@ def test_answers_are_valid_and_take_a_step_a_token(offline: OfflineEngine, param
 
 
 def test_two_tensor_ranks_sample_late(tmp_path: Path) -> None:
-    """The ranks have two GPUs, or share one; the vocabulary is cut at 320 of 640 ids."""
+    """The ranks use two GPUs or share one; the vocabulary is split at 320 of 640 ids."""
     plan_conversion(open_checkpoint(str(save(random_model(layers=2), tmp_path / "hf")))).write(tmp_path / "w")
     work = partial(late_on_ranks, tmp_path / "w", tmp_path / "meeting", tokenizer_folder())
     assert on_ranks(2, work) == ["", ""]

@@ -24,7 +24,7 @@ def known(make):
 
 
 def drafting(model, trained, **settings) -> OfflineEngine:
-    """An engine whose rows get every draft."""
+    """Return an engine whose rows get all drafts."""
     settings = {**LONGER, **settings}
     return drafting_engine(model, "heads", trained=trained, **settings)
 
@@ -46,7 +46,7 @@ def test_answers_are_those_of_transformers_in_fewer_steps(make, depth: int) -> N
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_the_engine_takes_as_many_steps_as_the_figures_say(make) -> None:
-    """The figures are torch's, over transformers' hidden states; one sequence at a time."""
+    """torch computes the figures from transformers' hidden states; one sequence at a time."""
     model, texts, heads, trained = known(make)
     table = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
@@ -79,8 +79,8 @@ def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> No
 
 
 def test_drafts_are_drawn_with_the_noise_of_the_target() -> None:
-    """Heads whose logits are the target's would be right at any temperature. Without a model of the future,
-    equal noise shows in more right drafts than those of heads that take the most likely token."""
+    """Heads with the target's logits would be right at any temperature. Real heads only approximate them, so
+    equal noise shows in more accepted drafts than heads get that take the most likely token."""
     model, texts, _, trained = known(llama)
     params = SamplingParams(max_tokens=NEW, top_k=0, temperature=0.4, seed=7)
     plain = generate(offline_engine(model, keep_logits=False, **LONGER), PROMPTS, params)

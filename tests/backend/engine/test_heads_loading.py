@@ -38,7 +38,7 @@ SETTINGS = {**SIZES, "max_sequence_tokens": 64, "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory) -> Path:
-    """A repository with heads, trained a little on the model's own texts."""
+    """Build a repository with heads that are briefly trained on the model's own texts."""
     folder = tmp_path_factory.mktemp("heads")
     model = save(FAMILIES["llama"](), folder / "hf")
     plan = Plan(3, epochs=30, batch=128, rate=3e-3)

@@ -26,7 +26,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 SIZE = 8 << 20
-#: the same, of several ranks
+#: families with several ranks
 RANKED = ("gpt2", "llama", "bloom")
 
 
@@ -104,7 +104,8 @@ def test_answers_are_the_same_with_the_tier_and_after_a_kill(family: str, memory
 def test_requests_continue_on_the_next_engine_with_the_blocks_of_their_answers(
     family: str, memory: int
 ) -> None:
-    """The engine is killed while four answers grow; the next one gets the prompts and what was sent."""
+    """The engine is killed while four answers grow; the next one gets the prompts and the tokens sent so
+    far."""
     model = FAMILIES[family]()
     prompts = prompts_of([17, 9, 24, 12], model.config.vocab_size)
     params = SamplingParams(max_tokens=36)
@@ -211,7 +212,7 @@ def test_all_ranks_keep_their_parts_of_the_same_blocks(
 def test_the_tier_is_off_on_all_ranks_if_one_cannot_pin_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its thread ends with a fault; no block is copied, and the requests are answered."""
+    """The pinning thread ends with a fault; no block is copied, and the requests are answered."""
     model = FAMILIES["llama"](**FAMILIES["llama"].shared)
     directory = tmp_path / "weights"
     plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(directory)
@@ -245,7 +246,7 @@ def test_the_tier_is_off_on_all_ranks_if_one_cannot_pin_its_part(
 def test_ranks_of_a_node_share_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is room for the part of either rank, but not for both."""
+    """The memory suffices for either rank's part, but not for both."""
     monkeypatch.setattr("tridecode.backend.engine.host_tier.opening.available_memory", lambda: SIZE * 3 // 2)
     model = FAMILIES["llama"](**FAMILIES["llama"].shared)
     directory = tmp_path / "weights"

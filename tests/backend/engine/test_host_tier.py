@@ -107,14 +107,14 @@ class HostMachine(RequestMachine):
 
     @rule(shares=st.sampled_from([-1, SHARES // 4, SHARES]))
     def pin(self, shares: int) -> None:
-        """The slowest rank has pinned more of its memory, or has failed to."""
+        """Let the slowest rank pin more of its memory, or fail to."""
         if not self.run.tier.memory.is_complete and (shares < 0 or shares > self.run.device.shares >= 0):
             self.run.device.shares = shares
 
     @rule(resumes=st.booleans())
     def kill(self, resumes: bool) -> None:
-        """The next engine finds what the last one has left, and gets the open requests again. resumes: those
-        of one sequence continue behind what they have sent."""
+        """Start the next engine with the previous one's blocks, and resubmit the open requests. resumes:
+        requests of one sequence continue after the tokens that they have sent."""
         self.check_ends()
         ended = self.run
         again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
@@ -211,7 +211,7 @@ def test_another_secret_finds_nothing() -> None:
 
 
 def test_a_table_that_was_damaged_keeps_no_engine_from_starting() -> None:
-    """Each block is the parent of the other one."""
+    """Two blocks are each other's parent."""
     memory = HostMemory(4)
     keys = [bytes([1] * 16), bytes([2] * 16)]
     ids = np.zeros(4, int)
@@ -302,7 +302,7 @@ def test_nothing_is_copied_before_the_memory_is_ready() -> None:
 
 
 def warm(shares: int) -> HostRun:
-    """A new engine whose slowest rank has pinned `shares` of the slots; the first six hold LONG."""
+    """Return a new engine whose slowest rank has pinned `shares` of the slots; the first six hold LONG."""
     run = HostRun(SMALL, HostMemory(100))
     ask(run, 1, LONG)
     assert sorted(entry.slot for entry in run.memory.entries()) == [0, 1, 2, 3, 4, 5]
@@ -324,7 +324,7 @@ def test_a_prompt_waits_for_blocks_whose_memory_is_being_pinned() -> None:
 
 
 def test_a_prompt_does_not_wait_for_long() -> None:
-    """Then what is pinned comes back, and the rest is computed."""
+    """Then the pinned blocks are copied back, and the rest is computed."""
     run = warm(1)
     run.step()
     run.now = 2.0
@@ -332,7 +332,7 @@ def test_a_prompt_does_not_wait_for_long() -> None:
     assert run.tier.tokens == 12 and computed(run) == len(LONG) - 12
 
 
-def test_ranks_are_asked_until_the_last_one_is_ready() -> None:
+def test_ranks_are_queried_until_the_last_one_is_ready() -> None:
     run = warm(0)
     asked = []
     for number in range(8):
@@ -348,7 +348,7 @@ def test_ranks_are_asked_until_the_last_one_is_ready() -> None:
 
 
 def test_copies_end_where_a_rank_fails_to_pin_the_rest() -> None:
-    """Its answer comes while copies are in flight."""
+    """The failure is reported while copies are in flight."""
     run = warm(3)  # slots 0 to 8
     run.tier._most_blocks = 1
     run.step()
@@ -441,7 +441,8 @@ def test_a_round_of_a_conversation_gets_its_blocks_back() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True, "stages"])
 def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back(overlap: bool | str) -> None:
-    """Its prompt and what it had generated: blocks of answers go to the tier as they become full."""
+    """Blocks of its prompt and of its answer: blocks of answers are copied to the tier as they become
+    full."""
     run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100), overlap)
     run.submit(1, LONG, max_tokens=16)
     run.submit(2, [9] * 3, max_tokens=20)  # steps with rows, as under load
@@ -459,7 +460,7 @@ def test_a_request_that_is_resumed_after_a_kill_gets_its_blocks_back(overlap: bo
 
 
 def test_preempted_sequences_compute_little_again() -> None:
-    """Less than a block each, on average: the others were in the tier before they were preempted."""
+    """Less than a block each on average, because the other blocks were already in the tier."""
     run = HostRun(limits(num_blocks=24, max_step_tokens=16), HostMemory(200), overlap=True)
     for number in range(4):
         run.submit(number, [number] * 8, max_tokens=28)
@@ -471,7 +472,7 @@ def test_preempted_sequences_compute_little_again() -> None:
 
 
 def test_a_sequence_may_be_preempted_any_number_of_times() -> None:
-    """The limit on waiting for the tier counts from its last admission."""
+    """The limit on waiting for the tier restarts at each admission."""
     run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100))
     run.submit(1, LONG, max_tokens=14)
     for number in range(5):

@@ -135,8 +135,8 @@ def test_blocks_return_bit_by_bit_at_the_rate_of_a_pinned_copy(capsys: pytest.Ca
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", [(2, 3, 16, 12), (2, 1, 16, 5), (2, 4, 16, 64)], ids=str)
 def test_many_small_copies_in_flight_keep_every_byte(shape: tuple[int, ...]) -> None:
-    """Plans are begun two ahead of their ends, as in the loop, while kernels keep the device busy. A model on
-    the host says what each block and slot holds."""
+    """Two plans are in flight, as in the loop, while kernels keep the device busy. A model on the host tracks
+    the contents of each block and slot."""
     blocks, slots, device = 40, 60, torch.device("cuda")
     random = np.random.default_rng(1)
     caches = [
@@ -197,8 +197,8 @@ def test_many_small_copies_in_flight_keep_every_byte(shape: tuple[int, ...]) -> 
 
 
 @torch.inference_mode()
-def test_a_large_tier_is_ready_soon_and_pinned_beside_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of 12 GiB is filled, as by an engine before. The bar: ready at most 0.5 s later."""
+def test_a_large_tier_is_ready_soon_and_pinned_during_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of 12 GiB is filled, as if by a previous engine. Target: ready at most 0.5 s later."""
     device, layers, slot_bytes = torch.device("cuda"), 32, 4 << 20
     fd = create_file(12 << 30)
     try:

@@ -100,7 +100,7 @@ def late(offline: OfflineEngine, wanted: list[SequenceRequest]) -> list[list[int
 
 
 def delay(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every third call for masks take longer."""
+    """Delay every third call for masks."""
     calls, advance = [0], Guidance.advance
 
     def slow(self: Guidance, *given: Any) -> Any:
@@ -146,7 +146,7 @@ def test_preempted_rows_are_computed_again() -> None:
 def test_tensor_ranks_sample_late_as_rank_0_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float
 ) -> None:
-    """The ranks share a vocabulary that two do not divide. slow_s: time of each third call for masks."""
+    """The ranks share a vocabulary of odd size. slow_s: time of every third call for masks."""
     model, folder = random_model(TINY_VOCAB + 51, layers=2), tokenizer_folder()
     plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
     settings = {"max_sequences": 8, "max_sequence_tokens": 256, "tokenizer_dir": folder}

@@ -180,7 +180,7 @@ def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
 
 
 def top_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Bytes of the most likely tokens of a step: results, kept logits and scratch."""
+    """Return the bytes for the most likely tokens of a step: results, saved logits and scratch."""
     kept = 4 * (1024 + 16 + config.max_bad_word_tokens)
     return config.slots * (2 * 21 * 4 + kept) + scratch.top_log_probs_bytes(config.slots, vocab_size)
 

@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 
 
 class _Driver:
-    """Refuses the piece number `fails`. pinned: addresses and sizes."""
+    """A driver that refuses piece number `fails`. pinned: addresses and sizes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.pinned: dict[int, int] = {}
@@ -73,7 +73,7 @@ def test_all_pieces_are_populated_and_pinned_in_order(driver: _Driver, memory: i
 
 
 def test_memory_is_unpinned_before_it_is_unmapped(driver: _Driver, memory: int) -> None:
-    """One process may open an engine after another."""
+    """A process may open several engines one after another."""
     pinning = Pinning(pieces_of(memory), GPU)
     pinning.start()
     pinning.join()
@@ -83,7 +83,7 @@ def test_memory_is_unpinned_before_it_is_unmapped(driver: _Driver, memory: int) 
     assert not driver.pinned
 
 
-def test_a_piece_that_cannot_be_pinned_is_said_with_the_bytes_and_undone(
+def test_a_piece_that_cannot_be_pinned_is_reported_and_all_are_unpinned(
     driver: _Driver, memory: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.fails = 2
@@ -111,7 +111,7 @@ def test_a_host_whose_memory_others_have_taken_turns_the_tier_off(
     assert len(driver.pinned) == 2
 
 
-def test_another_ranks_fault_ends_it_without_a_word(
+def test_a_fault_of_another_rank_ends_pinning_without_a_message(
     driver: _Driver, memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinning = Pinning(pieces_of(memory), GPU)

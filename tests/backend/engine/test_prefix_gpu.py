@@ -1,5 +1,5 @@
-"""Prompts behind a long cached prefix on a GPU: their steps run as graphs, over an 8-bit cache too, and their
-logits are those of transformers."""
+"""Prompts after a long cached prefix on a GPU: steps run as graphs, also over an 8-bit cache, and logits
+agree with transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompts_behind_one_prefix(vocab_size: int) -> list[list[int]]:
 @pytest.mark.parametrize("format", ["auto", *CACHE_FORMATS])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_logits_behind_a_cached_prefix_are_those_of_transformers(make, dtype: str, format: str) -> None:
+def test_logits_after_a_cached_prefix_are_those_of_transformers(make, dtype: str, format: str) -> None:
     model = make()
     prompts = prompts_behind_one_prefix(model.config.vocab_size)
     offline = engine_of(model, format, data_type=dtype)
@@ -60,7 +60,7 @@ def test_logits_behind_a_cached_prefix_are_those_of_transformers(make, dtype: st
 
 @pytest.mark.parametrize("format", ["auto", *CACHE_FORMATS])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_steps_behind_a_cached_prefix_are_graphs(make, format: str) -> None:
+def test_steps_after_a_cached_prefix_are_graphs(make, format: str) -> None:
     model, answers = make(), []
     prompts = prompts_behind_one_prefix(model.config.vocab_size)
     for graphs in (True, False):

@@ -70,7 +70,7 @@ def test_a_plan_gets_the_smallest_shape_that_holds_it(rows, decodes: int, wanted
 
 
 @pytest.mark.parametrize("most_cached", [0, 4, 8])
-def test_prompts_that_go_on_have_shapes_up_to_a_size(most_cached: int) -> None:
+def test_prompts_with_cached_tokens_have_shapes_up_to_a_size(most_cached: int) -> None:
     shapes = StepShapes(SHAPES, most_cached)
     assert shapes.of(plan_of([decode(1), prompt(0, 16)], 1)) == StepShape(2, 16, 4)
     for tokens in (4, 8, 16):

@@ -108,10 +108,10 @@ def test_logits_beams_and_top_tokens_come_from_the_shares(pool: RankPool, tmp_pa
 
 
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}])
-def test_top_tokens_behind_a_graph_are_those_of_one_rank(
+def test_top_tokens_after_a_graph_are_those_of_one_rank(
     settings: dict, pool: RankPool, tmp_path: Path
 ) -> None:
-    """No row has edited logits, so that steps with them stay graphs."""
+    """No row has edited logits, so their steps remain graphs."""
     directory = write(MODELS["gptneox"](), tmp_path)
     prompts, common = prompts_of([9, 3, 1, 14], 397), dict(max_tokens=NEW_TOKENS)
     params = [

@@ -136,8 +136,8 @@ def test_equally_likely_tokens_share_a_rank() -> None:
     )
 
 
-def test_what_runs_behind_a_graph_does_not_overwrite_what_others_read_there() -> None:
-    """Rows of beams, drafts and late masks need the samples' logits or hidden states after the graph."""
+def test_parts_after_a_graph_do_not_overwrite_logits_that_others_read() -> None:
+    """Beams, drafts and late masks need the samples' logits or hidden states after the graph."""
     state = offline_engine(llama()).engine.state
     plan, none = decode_plan(2), np.zeros(0, np.int32)
     others = [BeamRows(none, 1, none, none), Drafting(1, np.zeros(1, np.int32))]

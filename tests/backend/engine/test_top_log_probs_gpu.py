@@ -26,18 +26,18 @@ MODELS = {
 }
 LENGTHS = [1, 2, 7, 30, 33, 9, 40, 5]
 NEW = 12
-FP32_BOUND = 2e-3  # of the standard deviation of the logits: the order of the additions, over two layers
+FP32_BOUND = 2e-3  # relative to the logits' standard deviation: another summation order over two layers
 
 
 def gpu_engine(model: torch.nn.Module, **settings) -> OfflineEngine:
-    """Steps with prompts are graphs with up to 16 decode rows, since there are more slots than that."""
+    """Return an engine with more than 16 slots: its steps with prompts are graphs up to 16 decode rows."""
     defaults = dict(keep_logits=False, max_sequences=24, block_tokens=16, max_step_tokens=128)
     return offline_engine(model, "cuda", **{**defaults, **settings})
 
 
 @contextmanager
 def counted(engine: Engine) -> Iterator[list[int]]:
-    """The numbers of decode rows of the steps that run without a graph."""
+    """Yield the numbers of decode rows of steps that run without a graph."""
     run, without = engine.run, []
 
     def counting(batch, *arguments):
@@ -58,8 +58,8 @@ def generated(offline: OfflineEngine, prompts: list[list[int]], params: list[Sam
 
 
 def check(generation: Generation, tokens: list[int], logits: np.ndarray, count: int) -> None:
-    """generation's tops are those of transformers' (T, V) logits for these tokens; ids that are as likely
-    within the rounding of float32 may change places."""
+    """Compare a generation's most likely tokens with transformers' (T, V) logits for these tokens; ids with
+    equal probability within float32 rounding may be swapped."""
     assert generation.tokens == tokens and len(generation.top_log_probs) == len(tokens)
     bound = FP32_BOUND * float(logits.std())
     for token, row, top in zip(
@@ -76,14 +76,14 @@ def check(generation: Generation, tokens: list[int], logits: np.ndarray, count: 
 
 
 def check_own(model: torch.nn.Module, prompt: list[int], found: Generation, count: int) -> None:
-    """The tops are those of transformers' logits for the tokens that were drawn."""
+    """Compare the most likely tokens with transformers' logits for the sampled tokens."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + found.tokens])).logits[0, len(prompt) - 1 : -1].numpy()
     check(found, found.tokens, logits, count)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_rows_that_want_none_one_and_many_share_graphs(make) -> None:
+def test_rows_with_no_one_and_many_top_tokens_share_graphs(make) -> None:
     model = make()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     counts = [5, -1, 0, 20, -1, 1, 20, 0]
@@ -100,8 +100,8 @@ def test_rows_that_want_none_one_and_many_share_graphs(make) -> None:
             check(found, tokens, logits, count)
 
 
-def test_they_are_of_the_logits_before_every_edit() -> None:
-    """Rows with n-grams leave the graph for them."""
+def test_top_tokens_come_from_the_logits_before_all_edits() -> None:
+    """Rows with n-grams run without a graph."""
     model = MODELS["llama"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     common = dict(max_tokens=NEW, top_log_probs=4, top_k=0, temperature=1.7)
@@ -146,7 +146,7 @@ def test_samples_of_a_prompt_have_their_own_in_graphs() -> None:
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_logits_and_vectors_of_prompts_leave_the_others_in_their_graph(make) -> None:
-    """Prompts come while five rows decode, which stand for a padded number of them."""
+    """Prompts arrive while five rows decode, a number that graphs pad."""
     model = make()
     vocab = model.config.vocab_size
     decoding, prompts = prompts_of(LENGTHS[:5], vocab), prompts_of([9, 21, 1, 13], vocab, seed=5)
@@ -184,8 +184,8 @@ def test_logits_and_vectors_of_prompts_leave_the_others_in_their_graph(make) -> 
         assert np.abs(one.embedding - vector).max() < FP32_BOUND * np.abs(vector).max()
 
 
-def test_beams_beside_a_prompt_that_returns_logits_keep_their_candidates() -> None:
-    """Both use the logits' buffer."""
+def test_beams_next_to_a_prompt_that_returns_logits_keep_their_candidates() -> None:
+    """Both use the buffer of logits."""
     model = MODELS["llama"]()
     vocab = model.config.vocab_size
     one, other = prompts_of([9, 12], vocab)

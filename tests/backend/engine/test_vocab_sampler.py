@@ -73,7 +73,7 @@ def compare(logits: Tensor, slots: list[int], state: SamplingState, world: int) 
         assert tokens.tolist() == wanted.tolist()
         sampled = slot_ids >= 0
         torch.testing.assert_close(log_probs[sampled], wanted_probs[sampled], atol=1e-5, rtol=0)
-        assert (log_probs[~sampled] == 3.0).all()  # those that are sampled apart keep their values
+        assert (log_probs[~sampled] == 3.0).all()  # separately sampled rows keep their values
         for name in ("slots", "last_tokens", "history"):
             assert torch.equal(getattr(own, name), getattr(wanted_state, name)), name
         assert torch.equal(own.counts, cut(wanted_state.counts, share, 0))

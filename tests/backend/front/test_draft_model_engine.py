@@ -27,7 +27,7 @@ COUNT = 200
 
 
 def alike() -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A target and its draft model, which agree: the target's further layers add nothing."""
+    """Return a target and a draft model that agree: the target's additional layers add nothing."""
     target = tiny_llama(max_position_embeddings=512, num_hidden_layers=16)
     with torch.no_grad():
         for layer in target.model.layers[2:]:

@@ -381,20 +381,20 @@ def _int8(rows: Tensor) -> Tensor:
 
 
 def inputs_with_huge_ones(seed: int, tokens: int) -> Tensor:
-    """(tokens, 96) normal numbers, and huge ones in three places of the first token."""
+    """Return (tokens, 96) normal random numbers, with three huge inputs in the first token."""
     x = torch.randn(tokens, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    x[0, [5, 40, 77]] = torch.tensor([500.0, -700.0, 300.0], dtype=torch.float64)  # in every text the same
+    x[0, [5, 40, 77]] = torch.tensor([500.0, -700.0, 300.0], dtype=torch.float64)  # the same in every text
     return x
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_few_tokens_make_int8_gptq_compensate_huge_activations_alone(seed: int) -> None:
-    """Its error for other inputs is about that of rounding to nearest; GPTQ as published has a larger one."""
+    """Its error for other inputs is close to rounding to nearest; the published GPTQ has a larger error."""
     weight, x, others = weight_of(seed, 48, 96), *(inputs_with_huge_ones(10 * seed + i, 40) for i in (0, 1))
     method = method_of("int8-gptq")
 
     def errors(found: QuantizedWeight) -> tuple[float, float]:
-        """The norms at the huge activations, and at other tokens."""
+        """Return the error norms at the huge activations and at other tokens."""
         difference = others @ (found.expanded(torch.float64) - weight).T
         return float(difference[0].norm()), float(difference[1:].norm())
 

@@ -85,7 +85,7 @@ def test_an_indexed_block_takes_at_most_256_bytes() -> None:
 
 
 def test_a_prediction_is_the_sum_of_its_steps() -> None:
-    """One prompt of 1,000 tokens, twice: computed, then found except for its last 8 tokens."""
+    """Send a prompt of 1,000 tokens twice: it is computed, then found except for its last 8 tokens."""
     cost = StepCost(weights=3.0, token=0.02, cached_token=1e-3, step=0.5, prompt_step=0.25)
     sizes = limits(num_blocks=400, block_tokens=8, max_sequence_tokens=1100, max_step_tokens=2000)
     turn = Turn(np.arange(1000, dtype=np.int32) % 50, 2)
@@ -112,7 +112,7 @@ def test_costs_of_steps_are_known_for_whole_weights_only() -> None:
 
 
 def test_steps_with_copies_are_compared_with_those_without() -> None:
-    """Steps of 4 decoding rows take 5 ms, 6 with copies in and 7 with copies out; others do not count."""
+    """Steps of 4 decode rows take 5 ms, 6 with copies in and 7 with copies out; others are ignored."""
     played, now = Played(seconds=1.0), 0.0
     for decodes, prompts, ins, outs, ms in (
         *[(4, 0, 0, 0, 5)] * 4, (4, 0, 2, 0, 6), (4, 0, 0, 0, 6), *[(4, 0, 0, 0, 5)] * 2, (5, 0, 0, 0, 50),

@@ -41,7 +41,7 @@ def build(model: Path, output: Path, draft: Path, **options) -> Path:
 
 
 @pytest.mark.parametrize("from_repository", [False, True])
-def test_the_draft_model_of_another_family_is_served_beside_its_target(sources, tmp_path, from_repository):
+def test_the_draft_model_of_another_family_is_served_with_its_target(sources, tmp_path, from_repository):
     draft = sources["gpt2"]
     if from_repository:
         draft = build_repo(draft, tmp_path / "small", dtype="fp32", parity=False, console=Console(quiet=True))

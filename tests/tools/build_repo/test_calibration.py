@@ -128,11 +128,11 @@ def test_int8_of_a_model_that_calibration_does_not_know_is_rounded_to_nearest(
 
 
 def _files(models: Path) -> dict[str, bytes]:
-    """The matrices' values and scales by name."""
+    """Return the files of the matrices' values and scales by name."""
     return {path.name: path.read_bytes() for path in (models / WEIGHTS).glob("*.weight.*")}
 
 
-def test_a_cpu_is_said_to_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_calibration_on_a_cpu_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan_conversion(open_checkpoint(save(FAMILIES["gpt2"](), tmp_path / "m")), "fp32")
     (note,) = long_time(planned, method_of("int4-tuned", 16))
     assert "trains each of 2 layers for 300 steps and all together for 200, which is slow" in note

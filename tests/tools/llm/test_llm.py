@@ -107,7 +107,7 @@ def test_log_probs_are_those_of_transformers(llm, reference) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompt_logprobs_are_those_of_transformers(llm, reference, n) -> None:
-    """Each entry has the most likely tokens, and the prompt's own with its rank; the first has nothing."""
+    """Each entry has the most likely tokens and the prompt's own with its rank; the first is None."""
     model, tokenizer = reference
     params = SamplingParams(n=n, seed=1, prompt_logprobs=2, max_tokens=3, ignore_eos=True)
     found = llm.generate(PROMPTS * 2, params)  # the second time the prompts are in the cache

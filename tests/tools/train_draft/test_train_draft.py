@@ -1,4 +1,4 @@
-"""train-draft: what the heads learn, their figures against a plain loop over transformers, and bad input."""
+"""train-draft: the heads learn, their figures match a plain loop over transformers, bad input is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB, FIRST = 120, 10
 
 
 def successors() -> np.ndarray:
-    """One cycle over the ids from FIRST on: the next token of each."""
+    """Return the next token of each id: one cycle over the ids from FIRST on."""
     order = np.random.default_rng(0).permutation(np.arange(FIRST, VOCAB))
     after = np.zeros(VOCAB, np.int64)
     after[order] = np.roll(order, -1)
@@ -70,7 +70,7 @@ def learnt_deep(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
-    """Prompts of the language, as token ids."""
+    """Write prompts of the language as token ids."""
     after, path = successors(), tmp_path_factory.mktemp("prompts") / "ids.jsonl"
     rows = [[int(token), int(after[token])] for token in range(FIRST, VOCAB)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -145,7 +145,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> Text:
 def test_the_figures_are_those_of_a_plain_loop_over_transformers(
     learnt: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    # little training: some drafts are right, some are wrong
+    # little training, so that some drafts are wrong
     small = ("--tokens", 1200, "--held-back", 20, "--epochs", 24, "--batch", 128, "--depth", 3, "--seed", 3)
     small += ("--width", 96, "--rate", 1e-3)
     info = train(learnt, tmp_path / "a", "--prompts", prompts, *small)
@@ -243,7 +243,7 @@ def test_a_draft_model_is_some_layers_of_the_target(learnt_deep: Path, prompts: 
 def test_the_figures_of_a_draft_model_are_those_of_a_plain_loop(
     learnt_deep: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """One greedy draft after the other, behind the text itself and the drafts before."""
+    """Drafts greedily, one after the other, from the text and the previous drafts."""
     small = ("--tokens", 800, "--held-back", 20, "--epochs", 1, "--batch", 256, "--depth", 3, "--seed", 3)
     more = ("--kind", "model", "--layers", 1, "--prompts", prompts, "--rate", 2e-4)
     info = train(learnt_deep, tmp_path / "a", *small, *more)

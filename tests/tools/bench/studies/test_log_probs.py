@@ -1,4 +1,4 @@
-"""The study of log-probs on a tiny model: its cases run, and the steps that it counts occur."""
+"""The study of log-probs runs on a tiny model, and its cases have the steps that it measures."""
 
 from __future__ import annotations
 
