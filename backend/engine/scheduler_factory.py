@@ -74,11 +74,11 @@ def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     if engine.drafter is not None and engine.drafter.is_planned:
         planned, keeps_cache = engine.drafter.source, engine.drafter.keeps_cache
         learning = Learning(policy, None, planned=planned, keeps_cache=keeps_cache)
-        scheduler.planner.use_drafter(DeviceIds(), learning)
+        scheduler.planner.use_drafter(DeviceIds(), learning, most)
         return
     sources = AnswerSources(may_draft)
     host = HostLookup(most, RING_TOKENS) if engine.drafter is None else None
-    scheduler.planner.use_drafter(host or DeviceIds(), Learning(policy, sources, host))
+    scheduler.planner.use_drafter(host or DeviceIds(), Learning(policy, sources, host), most)
     scheduler.on_end.append(sources.finished)
 
 

@@ -16,7 +16,7 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.backend.wire.structured_output import StructuredOutput
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_LORA_NAME = 128  # characters
 
 

@@ -42,15 +42,17 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     for (rows, queries), seconds in several.items():
         ratio = seconds / plain[rows]
         log.info("a step of %d rows of %d tokens: %.2f x one of a token each", rows, queries, ratio)
-    return StepCosts(plain, several)
+    launch = 0.0 if engine.query_graphs is None else _seconds(engine, empty_rows(1, 2), graphs=False)
+    return StepCosts(plain, several, launch)
 
 
-def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:
-    """Return the median seconds of a step and of `drafts` drafts for each of its rows."""
+def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0, graphs: bool = True) -> float:
+    """Return the median seconds of a step and of `drafts` drafts for each of its rows. graphs: whether the
+    step may be a CUDA graph."""
     times = []
     for run in range(_RUNS[engine.device.type] + 1):
         begun = time.perf_counter()
-        _run(engine, plan)
+        _run(engine, plan, graphs)
         if drafts and engine.drafter is not None:
             engine.drafter.rehearse(plan.num_rows, drafts)
         if engine.is_asynchronous:
@@ -61,10 +63,10 @@ def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:
 
 
 @torch.inference_mode()
-def _run(engine: Engine, plan: StepPlan) -> None:
+def _run(engine: Engine, plan: StepPlan, graphs: bool) -> None:
     """Run the forward of a plan of empty rows on all stages, as a graph where there is one."""
     x = engine.state.work.hidden[: plan.num_tokens]
     engine.ranks.receive(x)
-    if not engine.replay_rows(plan):
+    if not (graphs and engine.replay_rows(plan)):
         engine.run(engine.buffers.load(plan))
     engine.ranks.send(x)

@@ -125,6 +125,11 @@ class GuidanceMatcher:
         """TokenMatcher.forced_tokens."""
         return list(self.inner.compute_ff_tokens())
 
+    def rollback(self, count: int) -> None:
+        """TokenMatcher.rollback."""
+        if count and (self.inner.is_error() or not self.inner.rollback(count)):
+            raise self.fault()
+
     def copy(self) -> GuidanceMatcher:
         """TokenMatcher.copy."""
         return GuidanceMatcher(self.inner.deep_copy())

@@ -59,6 +59,10 @@ class TokenMatcher(Protocol):
         """Return the tokens that must follow, [] where there is a choice."""
         ...
 
+    def rollback(self, count: int) -> None:
+        """Take back the newest `count` tokens. Raises GrammarFault for a matcher that has had a fault."""
+        ...
+
     def copy(self) -> TokenMatcher:
         """Return an independent matcher in the same state."""
         ...

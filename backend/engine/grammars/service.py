@@ -30,7 +30,7 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 log = logging.getLogger("tridecode.engine")
 
-_Job = tuple[Any, int]  # a sequence with a constraint, and its newest token
+_Job = tuple[Any, list[int]]  # a sequence with a constraint, and its newest tokens
 
 #: connection to the checker of each compiling thread
 _QUICK, _SLOW = 0, 1
@@ -48,12 +48,13 @@ _FIRST_MASK_S = 1.0
 @dataclass(frozen=True)
 class Start:
     """A sequence whose grammar is wanted. ends: ids that end it. output: its tokens so far. allowed: the only
-    ids that its request allows; []: all."""
+    ids that its request allows; []: all. most_drafts: forced tokens that a step may verify."""
 
     sequence: Any
     ends: list[int]
     output: list[int]
     allowed: list[int]
+    most_drafts: int = 0
 
 
 @dataclass
@@ -175,12 +176,12 @@ class Grammars:
         """Return how many sequences wait for a mask, or for `settle` to report it."""
         return self._outstanding
 
-    def advance(self, sequence: Any, token: int) -> None:
-        """Begin to compute the mask behind a new token of a sequence with a constraint."""
+    def advance(self, sequence: Any, tokens: list[int]) -> None:
+        """Begin to compute the mask behind new tokens of a sequence with a constraint."""
         constraint: Constraint = sequence.constraint
         constraint.ready = False
         self._outstanding += 1
-        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, token))
+        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, tokens))
 
     def settle(self, seconds: float) -> list[Any]:
         """Return the sequences whose masks are ready, or failed; wait up to `seconds` for the others."""
@@ -237,22 +238,25 @@ class Grammars:
             begun = time.monotonic()
             faults: list[Any]
             try:
+                for constraint, (_, tokens) in zip(constraints, batch):
+                    if len(tokens) > 1:
+                        constraint.accept(tokens[:-1])
                 matchers = [constraint.matcher for constraint in constraints]
-                faults = list(self._compiler.advance(matchers, [token for _, token in batch], masks))
+                faults = list(self._compiler.advance(matchers, [tokens[-1] for _, tokens in batch], masks))
             except BaseException as error:  # also a panic of the library: it ends only these requests
                 log.exception("masks could not be computed")
                 faults = [TridecodeError(f"structured_output: {type(error).__name__}")] * len(batch)
             is_slow = time.monotonic() - begun > self._mask_cpu_s
-            for (sequence, _), constraint, mask, fault in zip(batch, constraints, masks, faults):
-                constraint.take(mask, fault)
+            for (sequence, tokens), constraint, mask, fault in zip(batch, constraints, masks, faults):
+                constraint.take(tokens, mask, fault, self._mask_cpu_s)
                 constraint.timed = TIMED_MASKS if is_slow else 0
                 self._done.put(sequence)
 
     def _fill_timed(self) -> None:
         while (job := self._timed_jobs.get()) is not None:
-            sequence, token = job
+            sequence, tokens = job
             constraint: Constraint = sequence.constraint
-            constraint.advance([token], self._mask_cpu_s)
+            constraint.advance(tokens, self._mask_cpu_s)
             constraint.timed -= 1
             self._done.put(sequence)
 
@@ -297,7 +301,9 @@ class Grammars:
         return None
 
     def _started(self, matcher: TokenMatcher, start: Start) -> Constraint:
-        constraint = Constraint(matcher.copy(), self._words, self._end_ids, start.ends, start.allowed)
+        constraint = Constraint(
+            matcher, self._words, self._end_ids, start.ends, start.allowed, start.most_drafts
+        )
         constraint.advance(start.output, _FIRST_MASK_S)
         constraint.ready = True
         return constraint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.draft_masks import DraftMasks
 from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
@@ -22,6 +23,7 @@ _PARTS: list[type[StepPart]] = [
     AdapterRows,
     Forks,
     Masks,
+    DraftMasks,
     PromptVectors,
     ReturnedLogits,
     TopTokens,

@@ -57,9 +57,12 @@ class DecodePlanner:
         self._last_lengths = np.zeros(limits.max_sequences, np.int32)  # by slot: the last token is in flight
         self.drafts: DraftPlanner | None = None  # of an engine with a drafter
 
-    def use_drafter(self, drafter: Drafter, learning: Learning | None = None) -> None:
-        """Verify the tokens that the drafter proposes. Call this before the first plan."""
-        self.drafts = DraftPlanner(drafter, self._limits, self._cache, self._last_lengths, learning)
+    def use_drafter(self, drafter: Drafter, learning: Learning | None = None, most_forced: int = 0) -> None:
+        """Verify the tokens that the drafter proposes, and up to most_forced in a row that grammars force.
+        Call this before the first plan."""
+        self.drafts = DraftPlanner(
+            drafter, self._limits, self._cache, self._last_lengths, learning, most_forced
+        )
 
     # ------------------------------------------------------------ which sequences decode
 

@@ -50,27 +50,33 @@ class DraftRows:
     queries: int
 
 
-def may_draft(sequence: Sequence) -> bool:
+def may_verify(sequence: Sequence) -> bool:
     """Return whether rows of a sequence may have drafts. Beams choose their tokens on the host, a session's
-    ring overwrites what earlier tokens of a row still see, logits are returned for one token a step, a
-    grammar's mask is of one token, and blocks of a request with a prompt table are cleared when it ends."""
+    ring overwrites what earlier tokens of a row still see, logits are returned for one token a step, and
+    blocks of a request with a prompt table are cleared when it ends."""
     group, params = sequence.group, sequence.params
     return (
         params.speculate
         and group.search is None
         and group.row is None
         and group.learned is None
-        and sequence.constraint is None
         and not params.returns_logits
         and params.top_log_probs < 0
     )
+
+
+def may_draft(sequence: Sequence) -> bool:
+    """Return whether a drafter may draft for a sequence. One that obeys a grammar has the drafts of its
+    Constraint: each of them needs a mask of the token behind it."""
+    return sequence.constraint is None and may_verify(sequence)
 
 
 class DraftPlanner:
     """Builds the decode rows of an engine with a drafter.
 
     last_lengths: (S,) int32 by slot, the length at which a sequence's last token is in flight. learning: what
-    is learned of drafts, and how many of them a step verifies; None: as many as the drafter proposes."""
+    is learned of drafts, and how many of them a step verifies; None: as many as the drafter proposes.
+    most_forced: tokens in a row that a grammar forces and a step verifies, at most."""
 
     def __init__(
         self,
@@ -79,13 +85,19 @@ class DraftPlanner:
         cache: CacheManager,
         last_lengths: np.ndarray,
         learning: Learning | None = None,
+        most_forced: int = 0,
     ):
         self._drafter, self._limits, self._cache = drafter, limits, cache
+        self._most_forced = most_forced
         self._last_lengths, self.learning = last_lengths, learning
 
     @property
     def needs_token(self) -> bool:
         return self._drafter.needs_token
+
+    def most_forced(self, sequence: Sequence) -> int:
+        """Return how many tokens that a grammar forces may follow the newest token of a row of a sequence."""
+        return self._most_forced if may_verify(sequence) else 0
 
     def counts(self, sequences: list[Sequence], budget: int) -> list[int] | None:
         """Return how many drafts each row of a step may have; None: the step has none and places no row.
@@ -102,10 +114,13 @@ class DraftPlanner:
         return None
 
     def _most(self, sequence: Sequence, budget: int) -> int:
-        if not may_draft(sequence):
+        most = MOST_QUERIES - 1
+        if sequence.constraint is not None:
+            most = len(sequence.constraint.drafts)
+        elif not may_verify(sequence):
             return 0
         left = self._last_lengths.item(sequence.slot) - self._cache.lengths.item(sequence.slot) - 1
-        return max(min(MOST_QUERIES - 1, budget, left), 0)
+        return max(min(most, budget, left), 0)
 
     def rows(self, sequences: list[Sequence], counts: list[int], budget: int) -> DraftRows:
         """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
@@ -154,14 +169,14 @@ class DraftPlanner:
             return
         for row, sequence in enumerate(plan.sequences):
             record = sequence.draft_record
-            if record is not None:
+            if record is not None and sequence.constraint is None:
                 record.ahead, record.is_complete = 0, record.is_complete or row >= plan.num_decodes
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
         if not rows or limits.long_prompt_tokens:
             return
         budget = limits.max_sequences - len(rows)
         sequences = [plan.sequences[row] for row in rows]
-        mosts = [self._most(one, max(budget, 1)) for one in sequences]
+        mosts = [0 if one.constraint is not None else self._most(one, max(budget, 1)) for one in sequences]
         counts = learning.plan_ahead(sequences, mosts, budget > 0 and learning.may_draft(len(rows)))
         count, chosen, columns = max(1, *counts), [], plan.block_tables.shape[1]
         for row, sequence, most in zip(rows, sequences, counts):
@@ -182,6 +197,8 @@ class DraftPlanner:
         newest = -1 if sequence.in_flight or self._limits.micro_batches == 1 else sequence.output[-1]
         if most <= 0:
             return np.array([newest], np.int32)
+        if sequence.constraint is not None:
+            return np.array([newest, *sequence.constraint.drafts[:most]], np.int32)
         drafts = self._drafter.drafts(sequence, most)
         assert len(drafts) <= most, (len(drafts), most)
         return np.concatenate([[newest], drafts]).astype(np.int32)
@@ -193,7 +210,7 @@ class DraftPlanner:
 
     def trim(self, sequence: Sequence) -> None:
         """Free the draft blocks of a sequence without a token in flight, before it is forked."""
-        if may_draft(sequence):
+        if may_verify(sequence):
             if sequence.draft_record is not None:
                 sequence.draft_record.ahead = 0
             self._cache.trim(sequence)

@@ -118,7 +118,7 @@ class OutputProcessor:
             else:
                 requests.emit(sequence, [token], wanted)
                 if sequence.constraint is not None:
-                    self._grammars.advance(sequence, token)
+                    self._grammars.advance(sequence, [token])
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
@@ -160,8 +160,8 @@ class OutputProcessor:
             self._requests.end(sequence, finish, None, tokens[:count], log_probs[:count])
         else:
             self._requests.emit(sequence, tokens, log_probs)
-            if sequence.constraint is not None:  # its rows have no drafts
-                self._grammars.advance(sequence, tokens[0])
+            if sequence.constraint is not None:
+                self._grammars.advance(sequence, tokens)
 
     # ------------------------------------------------------------ beams
 

@@ -62,9 +62,10 @@ class Planner:
         """Return how many sequences have given their slot back and have their last token in flight."""
         return len(self._decode.without_slot)
 
-    def use_drafter(self, drafter: Drafter, learning: Learning | None = None) -> None:
-        """Verify the tokens that the drafter proposes. Call this before the first plan."""
-        self._decode.use_drafter(drafter, learning)
+    def use_drafter(self, drafter: Drafter, learning: Learning | None = None, most_forced: int = 0) -> None:
+        """Verify the tokens that the drafter proposes, and up to most_forced in a row that grammars force.
+        Call this before the first plan."""
+        self._decode.use_drafter(drafter, learning, most_forced)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence for admission."""
@@ -192,10 +193,7 @@ class Planner:
         if beams or limits.long_prompt_tokens or (chunks and drafts.learning is not None):
             return 0
         others = [chunk.sequence for chunk in chunks] + decodes
-        if any(
-            one.params.top_log_probs >= 0 or one.params.returns_logits or one.constraint is not None
-            for one in others
-        ):
+        if any(one.params.top_log_probs >= 0 or one.params.returns_logits for one in others):
             return 0
         tokens = rows + sum(chunk.num_tokens for chunk in chunks)
         return min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)

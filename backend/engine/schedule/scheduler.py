@@ -207,10 +207,12 @@ class Scheduler:
             self.requests.end_group(group, Finish.LENGTH)
         else:
             if wanted.structured_output is not None:
-                group.late_masks = self.limits.late_masks and self.planner.drafts is None
-                allowed = params.allowed_token_ids
+                drafts = self.planner.drafts
+                group.late_masks = self.limits.late_masks and drafts is None
+                most = 0 if drafts is None else drafts.most_forced(sequence)
                 starts = [
-                    Start(one, one.params.end_ids, one.output.copy(), allowed) for one in group.sequences
+                    Start(one, params.end_ids, one.output.copy(), params.allowed_token_ids, most)
+                    for one in group.sequences
                 ]
                 self.grammars.want(group, wanted.structured_output, starts)
             else:

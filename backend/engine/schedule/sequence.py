@@ -17,7 +17,7 @@ from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
 from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
-from tridecode.backend.engine.speculation.records import DraftRecord
+from tridecode.backend.engine.speculation.records import GRAMMAR, DraftRecord
 from tridecode.backend.wire.beam_tree import BeamText
 from tridecode.backend.wire.messages import BeamStep, Event, TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
@@ -158,6 +158,7 @@ class Sequence:
     fetches: int = 0  # number of times that it waited for blocks of the host tier
     fetched: int = 0  # blocks that were copied in for it since its last admission
     draft_record: DraftRecord | None = None  # set while its rows have drafts
+    forced_record: DraftRecord | None = None  # of the drafts that its grammar forces
     overtaken: int = 0  # number of sequences behind it that were admitted before it
 
     def __post_init__(self) -> None:
@@ -181,6 +182,15 @@ class Sequence:
                 reset = token == params.top_p_reset_id
                 top_p = params.top_p if reset else max(top_p * params.top_p_decay, params.top_p_min)
         return top_p
+
+    @property
+    def own_record(self) -> DraftRecord | None:
+        """Return the record of its drafts: those of its grammar, if it obeys one."""
+        if self.constraint is None:
+            return self.draft_record
+        if self.forced_record is None:
+            self.forced_record = DraftRecord(source=GRAMMAR)
+        return self.forced_record
 
     def known_tokens(self) -> np.ndarray:
         """Return (num_known,) int32: the prompt and the output so far."""

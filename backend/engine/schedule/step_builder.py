@@ -6,6 +6,7 @@ import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.draft_masks import DraftMasks
 from tridecode.backend.engine.parts.embeddings import PromptVectors, SummedRow, summed_row
 from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.parts.host_copies import HostCopies, empty_plan
@@ -80,15 +81,35 @@ class StepBuilder:
         if slot_copies or block_copies:
             parts.append(Forks(slot_copies, block_copies))
         if rows.masked:
-            slots = np.array([one.slot for one in rows.masked], np.int32)
-            parts.append(
-                Masks(slots, np.stack([one.constraint.mask for one in rows.masked if one.constraint]))
-            )
+            parts += masks_of(rows)
         if chunks and (summed := _summed(chunks, num_decodes)):
             parts.append(PromptVectors(summed))
         if (rows.top_log_probs >= 0).any():
             parts.append(TopTokens(rows.top_log_probs))
         return parts
+
+
+def masks_of(rows: Rows) -> list[StepPart]:
+    """Return the parts with the masks of rows.masked: of rows with one sample, and of rows with drafts."""
+    masked, parts = rows.masked, list[StepPart]()
+    wide = [
+        row
+        for row in (np.flatnonzero(rows.samples > 1).tolist() if rows.queries else ())
+        if rows.sequences[row].constraint is not None
+    ]
+    if wide:
+        drafted = {rows.sequences[row] for row in wide}
+        masked = [one for one in masked if one not in drafted]
+    if masked:
+        slots = np.array([one.slot for one in masked], np.int32)
+        parts.append(Masks(slots, np.stack([one.constraint.mask for one in masked if one.constraint])))
+    if wide:
+        masks = []
+        for row in wide:
+            constraint = rows.sequences[row].constraint
+            masks += [constraint.mask[None], constraint.draft_masks[: rows.samples.item(row) - 1]]
+        parts.append(DraftMasks(np.array(wide, np.int32), np.concatenate(masks)))
+    return parts
 
 
 def _summed(chunks: list[Chunk], num_decodes: int) -> list[SummedRow]:

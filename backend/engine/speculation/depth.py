@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tridecode.backend.engine.speculation.records import FIRST_CHANCES, DraftRecord
+from tridecode.backend.engine.speculation.records import FIRST_CHANCES, GRAMMAR, DraftRecord
 
 #: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
@@ -27,10 +27,12 @@ _MOST_CHANCE = 0.98
 class StepCosts:
     """Seconds per step of decode rows, measured at start-up. plain: padded rows -> seconds of a step without
     drafts. several: (padded rows, tokens per row) -> seconds of a step that verifies drafts, including the
-    time in which a planned drafter computes them."""
+    time in which a planned drafter computes them. launch: seconds of a small step without a CUDA graph, the
+    least that a step with drafts of a grammar takes; 0.0 where there are no graphs."""
 
     plain: Mapping[int, float]
     several: Mapping[tuple[int, int], float]
+    launch: float = 0.0
 
     def widths(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
         """Return the seconds of a plain step of `rows` rows, and each width that it can have with its
@@ -70,19 +72,34 @@ class DepthPolicy:
         mosts = [min(most, self.most) for most in mosts]
         if self.costs is None:
             return [most if self.chance(record) else 0 for record, most in zip(records, mosts)]
+        forced = [record is not None and record.source == GRAMMAR for record in records]
+        if not any(most for most, is_forced in zip(mosts, forced) if is_forced):
+            return self._best(records, mosts)[1]
+        others = [0 if is_forced else most for most, is_forced in zip(mosts, forced)]
+        return max(
+            self._best(records, others),
+            self._best(records, mosts, self.costs.launch),
+            key=lambda found: found[0],
+        )[1]
+
+    def _best(
+        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], least: float = 0.0
+    ) -> tuple[float, list[int]]:
+        """Return the expected tokens per second of the best width of a step, and the drafts of each row.
+        least: seconds that a step with drafts takes, at least."""
         plain, widths = self._widths_of(len(records))
         chances = [self.chance(record) for record in records]
         mosts = [most if chance > 0 else 0 for most, chance in zip(mosts, chances)]
         if not widths or not any(mosts):
-            return [0] * len(mosts)
+            return (len(mosts) / plain if widths else 0.0), [0] * len(mosts)
         best, best_width = _LEAST_GAIN * len(mosts) / plain, 1
         for width, cost in widths:
             expected = len(mosts) + sum(
                 _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
             )
-            if expected / cost > best:
-                best, best_width = expected / cost, width
-        return [min(most, best_width - 1) for most in mosts]
+            if expected / max(cost, least) > best:
+                best, best_width = expected / max(cost, least), width
+        return best, [min(most, best_width - 1) for most in mosts]
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""

@@ -10,7 +10,7 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
-from tridecode.backend.engine.speculation.records import DRAFTERS, DraftRecord
+from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
@@ -43,14 +43,23 @@ class Learning:
 
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
-        records = [one.draft_record for one in sequences]
+        records = [one.own_record for one in sequences]
         if self.planned:
-            return [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
+            return self._choose_planned(records, mosts)
         if self.host is not None:
             for sequence, record, most in zip(sequences, records, mosts):
-                if record is not None and most:
+                if record is not None and most and sequence.constraint is None:
                     self.host.search(sequence, record)
         return self.policy.choose(records, mosts)
+
+    def _choose_planned(self, records: list[DraftRecord | None], mosts: list[int]) -> list[int]:
+        """`choose` where the drafts of a drafter exist already."""
+        counts = [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
+        is_forced = [one is not None and one.source == GRAMMAR for one in records]
+        forced = [most if is_it else 0 for is_it, most in zip(is_forced, mosts)]
+        if any(forced):
+            counts = [max(pair) for pair in zip(counts, self.policy.choose(records, forced))]
+        return counts
 
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts per row the planned drafter computes after a step, for the next step.
@@ -102,7 +111,7 @@ class Learning:
             record.matched, record.source = matched, source
 
     def _verified(self, sequence: Sequence, drafted: int, right: int) -> None:
-        record = sequence.draft_record
+        record = sequence.own_record
         if record is None:
             return
         self.policy.learn(record, drafted, right)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: values of DraftRecord.source: those of a search (kernels/draft_history.py), then the planned drafters
-DRAFT_MODEL, HEADS = 4, 5
+#: values of DraftRecord.source: those of a search (kernels/draft_history.py), then the planned drafters, then
+#: a grammar
+DRAFT_MODEL, HEADS, GRAMMAR = 4, 5, 6
 #: DraftRecord.source -> name of the drafter in metrics
-DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads")
+DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads", "grammar")
 #: DraftRecord.kind -> initial probability of a draft
-FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5)
+FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5, 0.98)
 _LENGTHS = 7  # kinds of a search
 
 
@@ -40,7 +41,8 @@ class DraftRecord:
     @property
     def kind(self) -> int:
         """Return the class of drafts with similar acceptance: by the length of the match (0 for none,
-        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter; 0: no drafts."""
+        then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter or the grammar; 0: no
+        drafts."""
         if not self.is_complete:
             return 0
         if self.source >= DRAFT_MODEL:

@@ -9,6 +9,7 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.adapters import AdaptersRun
 from tridecode.backend.engine.device.parts.background_run import BackgroundRun
 from tridecode.backend.engine.device.parts.beams import BeamsRun
+from tridecode.backend.engine.device.parts.draft_masks import DraftMasksRun
 from tridecode.backend.engine.device.parts.embeddings import PromptVectorsRun
 from tridecode.backend.engine.device.parts.forks import ForksRun
 from tridecode.backend.engine.device.parts.host_copies import HostCopiesRun
@@ -21,6 +22,7 @@ from tridecode.backend.engine.device.parts.top_tokens import TopTokensRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.draft_masks import DraftMasks
 from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
@@ -38,6 +40,7 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     AdapterRows: AdaptersRun,
     Forks: ForksRun,
     Masks: MasksRun,
+    DraftMasks: DraftMasksRun,
     PromptVectors: PromptVectorsRun,
     ReturnedLogits: LogitsRun,
     TopTokens: TopTokensRun,
