@@ -133,4 +133,4 @@ clean: ## remove the files of tests, tools and the demonstration
 	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove .venv, the clients' environments and the compiled kernels
-	@rm -rf $(VENV) .clients kernels/lib/obj kernels/lib/*.so
+	@rm -rf $(VENV) .clients kernels/lib/obj kernels/lib/debug kernels/lib/*.so

@@ -19,6 +19,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / "libtridecode_kernels.so"
+#: of a debug build, whose kernels limit their waits for each other (csrc/common/spin.cuh) and whose launches
+#: are checked (csrc/common/debug.cu); library.py loads it with TRIDECODE_KERNELS=debug
+DEBUG_OBJECTS = HERE / "lib" / "debug" / "obj"
+DEBUG_LIBRARY = HERE / "lib" / "debug" / "libtridecode_kernels_debug.so"
 API = SOURCES / "api"
 
 #: targets of `--arch all`; the last one also as PTX, for later GPUs
@@ -89,26 +93,33 @@ def targets(arch: str) -> list[str]:
     return [*codes, f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}"]
 
 
-def build(arch: str = "all", jobs: int | None = None) -> Path:
-    """Compile what has changed, link, and return the library's path. BuildError holds the compiler's text."""
+def build(arch: str = "all", jobs: int | None = None, debug: bool = False) -> Path:
+    """Compile what has changed, link, and return the library's path. BuildError holds the compiler's text.
+
+    debug: build DEBUG_LIBRARY, whose kernels may spill registers and serialise wgmma.
+    """
     started = time.monotonic()
     compiler, codes = nvcc(), targets(arch)
-    OBJECTS.mkdir(parents=True, exist_ok=True)
+    folder, library = (DEBUG_OBJECTS, DEBUG_LIBRARY) if debug else (OBJECTS, LIBRARY)
+    folder.mkdir(parents=True, exist_ok=True)
     files = sources("*.cu")
     headers = b"".join(path.read_bytes() for path in sources("*.*h"))
-    info = f"arch {arch}, {_version(compiler)}, sources {source_hash()}"
+    info = f"arch {arch}, {_version(compiler)}, sources {source_hash()}{', debug' if debug else ''}"
     objects = {}
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        work = {pool.submit(_compile, compiler, path, codes, headers, info): path for path in files}
+        work = {
+            pool.submit(_compile, compiler, path, _flags(path, codes, info, debug), headers, folder): path
+            for path in files
+        }
         for count, done in enumerate(as_completed(work), 1):
             objects[work[done]] = done.result()
             _progress(count, len(files), work[done].name, time.monotonic() - started)
-    command = [compiler, "-shared", *codes, "-o", str(LIBRARY), *(str(objects[path]) for path in files)]
+    command = [compiler, "-shared", *codes, "-o", str(library), *(str(objects[path]) for path in files)]
     _run(command, "link")
-    for stale in set(OBJECTS.iterdir()) - set(objects.values()):
+    for stale in set(folder.iterdir()) - set(objects.values()):
         stale.unlink()
-    print(f"{LIBRARY}: {LIBRARY.stat().st_size / 1e6:.1f} MB, {info}, {time.monotonic() - started:.0f} s")
-    return LIBRARY
+    print(f"{library}: {library.stat().st_size / 1e6:.1f} MB, {info}, {time.monotonic() - started:.0f} s")
+    return library
 
 
 def sources(pattern: str = "*") -> list[Path]:
@@ -135,20 +146,28 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _compile(compiler: str, path: Path, codes: list[str], headers: bytes, info: str) -> Path:
-    """Return the object file of one source, compiled unless it exists."""
+def _flags(path: Path, codes: list[str], info: str, debug: bool) -> list[str]:
+    """Return the compiler's flags for one source."""
     flags = [*FLAGS, *codes]
     if "_sm90" in path.stem:
         flags = [*FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]
     if path.name == "runtime.cu":
         flags.append(f'-DTRIDECODE_BUILD_INFO="{info}"')
+    if debug:
+        flags.append(f'-DTRIDECODE_DEBUG="{path.stem}"')
+    return flags
+
+
+def _compile(compiler: str, path: Path, flags: list[str], headers: bytes, folder: Path) -> Path:
+    """Return the object file of one source, compiled into `folder` unless it exists."""
     digest = hashlib.sha256(headers + path.read_bytes() + repr(flags).encode()).hexdigest()[:16]
-    made = OBJECTS / f"{path.stem}-{digest}.o"
+    made = folder / f"{path.stem}-{digest}.o"
     if not made.exists():
         partial = made.with_suffix(f".{os.getpid()}.tmp.o")
         report = _run([compiler, *flags, "-c", str(path), "-o", str(partial)], path.name)
-        _check_spills(path.name, report)
-        _check_serialised(path.name, report)
+        if folder == OBJECTS:  # the limits of waits take registers
+            _check_spills(path.name, report)
+            _check_serialised(path.name, report)
         partial.rename(made)
     return made
 
@@ -195,9 +214,10 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, help="files compiled in parallel; default: the number of processors"
     )
+    parser.add_argument("--debug", action="store_true", help="limit waits between blocks, check launches")
     arguments = parser.parse_args()
     try:
-        build(arguments.arch, arguments.jobs)
+        build(arguments.arch, arguments.jobs, arguments.debug)
     except BuildError as error:
         sys.exit(str(error))
 

@@ -44,6 +44,8 @@ class Gpu:
         if dependent_launch is None:
             dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
         self.library = Library()
+        if self.library.info.endswith("debug"):
+            log.warning("the kernels are a debug build (TRIDECODE_KERNELS): slower, with limits of waits")
         torch.zeros(1, device=self.device)  # makes torch create its context before the library does
         properties = torch.zeros(4, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())

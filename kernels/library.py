@@ -7,6 +7,7 @@ releasing the lock costs ten times more when another thread is busy.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tridecode.kernels.build import LIBRARY, api_header, source_hash
+from tridecode.kernels.build import DEBUG_LIBRARY, LIBRARY, api_header, source_hash
 
 _NUMBERS = {
     "int": ctypes.c_int,
@@ -35,11 +36,13 @@ class Library:
 
     A function whose first parameter is a task takes the stream and the task's fields, by name or in one dict,
     e.g. `library.gemv(stream, out=..., x=...)`; omitted fields are 0. A nonzero status raises KernelError, an
-    unknown field AttributeError.
+    unknown field AttributeError. path: None for library_path().
     """
 
-    def __init__(self, path: Path = LIBRARY):
-        rebuild = "build it with: python -m tridecode.kernels.build"
+    def __init__(self, path: Path | None = None):
+        path = path or library_path()
+        debug = " --debug" if path == DEBUG_LIBRARY else ""
+        rebuild = f"build it with: python -m tridecode.kernels.build{debug}"
         if not path.exists():
             raise KernelError(f"{path} does not exist; {rebuild}")
         self._dll = ctypes.PyDLL(str(path))
@@ -91,6 +94,15 @@ class Library:
     def info(self) -> str:
         """Architectures, compiler and source hash of the build."""
         return self.build_info().decode()
+
+
+def library_path() -> Path:
+    """Return the library that TRIDECODE_KERNELS names: "release" (default) or "debug". Raises KernelError."""
+    name = os.environ.get("TRIDECODE_KERNELS", "release")
+    paths = {"release": LIBRARY, "debug": DEBUG_LIBRARY}
+    if name not in paths:
+        raise KernelError(f"TRIDECODE_KERNELS is {name!r}; wanted release or debug")
+    return paths[name]
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:

@@ -78,59 +78,6 @@ def test_every_function_of_the_header_is_defined_once():
     assert sorted(defined) == sorted(declared)
 
 
-def functions(code: str) -> list[tuple[str, str, bool]]:
-    """(name, body, whether a kernel) of each function that C++ code without comments defines."""
-    found = []
-    for match in re.finditer(r"__(global|device)__", code):
-        head = re.match(r"[^;{]*\{", code[match.start() :])
-        if head is None:  # a declaration
-            continue
-        plain = re.sub(r"__\w+__\s*(\((?:[^()]|\([^()]*\))*\))?", "", head.group())
-        name = re.search(r"(\w+(?:\(\))?)\s*\(", plain)
-        if name is None:
-            continue
-        start = end = match.start() + head.end()
-        depth = 1
-        while depth:
-            depth += {"{": 1, "}": -1}.get(code[end], 0)
-            end += 1
-        found.append((name.group(1), code[start:end], match.group(1) == "global"))
-    return found
-
-
-def kernels_without_wait(code: str) -> list[str]:
-    """Kernels in which neither the body nor a function that it calls waits for the predecessor."""
-    waiting = {"wait_for_predecessor", "wait_for_predecessor_alone"}
-    defined = functions(code)
-    calls = {name: set[str]() for name, _, _ in defined}
-    for name, body, _ in defined:
-        calls[name] |= set(re.findall(r"(\w+)\s*(?:<[^;{}()]*>)?\(", body))
-    while new := {name for name, called in calls.items() if called & waiting} - waiting:
-        waiting |= new
-    return sorted(name for name, _, kernel in defined if kernel and name not in waiting)
-
-
-def test_every_kernel_waits_for_the_kernel_before_it():
-    """A kernel without the wait would let its successor read what its predecessor has yet to write."""
-    headers = "".join(path.read_text() for path in sources("*.cuh"))
-    for path in sources("*.cu"):
-        text = path.read_text()
-        code = re.sub(r"//[^\n]*", "", text + headers)
-        kernels = [name for name, _, kernel in functions(code) if kernel]
-        assert len(kernels) == code.count("__global__"), path.name
-        assert kernels_without_wait(code) == [], path.name
-
-
-def test_a_kernel_without_the_wait_is_found():
-    """It is found even if another kernel of the file waits twice, or an uncalled function waits."""
-    first = "template <int N> __global__ void __launch_bounds__(N, N < 2 ? 2 : 1) first(int* p) {\n"
-    first += "  wait_for_predecessor();\n  { wait_for_predecessor(); }\n}\n"
-    helper = "__device__ __forceinline__ void load(int* p) { wait_for_predecessor_alone(); }\n"
-    second = "__global__ void second(int* p) { %s }\n"
-    assert kernels_without_wait(first + helper + second % "load<2>(p);") == []
-    assert kernels_without_wait(first + helper + second % "*p = 1;") == ["second"]
-
-
 def test_cuda_has_the_signatures_of_the_contract():
     from tridecode.kernels.cuda import Cuda
 

@@ -30,6 +30,14 @@ struct Device {
 };
 const Device& device();
 
+#ifdef TRIDECODE_DEBUG
+// debug.cu. Fails if the kernel reads results before its wait, and the launch before it in the
+// stream starts its successor before its own wait; see wait_for_predecessor. Called for each
+// launch.
+int check_order(const char* what, void* stream);
+int start_debugging();
+#endif
+
 inline cudaLaunchAttribute clusters_of(int blocks) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -45,6 +53,9 @@ template <typename... Parameters, typename... Arguments>
 int launch_in_clusters(const char* what, void (*kernel)(Parameters...), int cluster, dim3 grid,
                        int threads, size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
+#ifdef TRIDECODE_DEBUG
+  if (int status = check_order(what, stream)) return status;
+#endif
   if (shared >
       32 * 1024) {  // more than 48 KiB, static shared memory included, must be allowed explicitly
     int status = check(
@@ -107,7 +118,8 @@ __host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
 // while a kernel runs: before the wait it may read their results, and constants. Every block of
 // every kernel calls it first, or after such reads, or calls its two halves in this order. Only
 // norms, row quantisation and sums over ranks use the reverse order: the kernel after one of these
-// may read only constants before its wait.
+// may read only constants before its wait. tests/kernels/test_waits.py holds each kernel to this,
+// debug.cu each pair of launches.
 __device__ __forceinline__ void wait_for_predecessor_alone() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

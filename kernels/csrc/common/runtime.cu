@@ -108,5 +108,9 @@ int tridecode_initialize(int device, int dependent_launch, int* properties) {
   tridecode::current.dependent_launch = dependent_launch != 0 && major >= 9;
   properties[0] = multiprocessors, properties[1] = 10 * major + minor, properties[2] = shared_bytes;
   properties[3] = mps;
+#ifdef TRIDECODE_DEBUG
+  return tridecode::start_debugging();
+#else
   return 0;
+#endif
 }

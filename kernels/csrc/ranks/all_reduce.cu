@@ -161,7 +161,7 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
     } else if (items <= 2) {
       kernel = items == 1 ? all_reduce_rows<X, 1, kMostRanks> : all_reduce_rows<X, 2, kMostRanks>;
     }
-    return launch("all_reduce", kernel, t.tokens, threads, 0, stream, rows);
+    return launch(launch_name(t), kernel, t.tokens, threads, 0, stream, rows);
   });
 }
 

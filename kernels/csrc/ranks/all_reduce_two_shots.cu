@@ -154,7 +154,7 @@ int peers::launch_two_shots(const Rows& rows, int items, int threads, void* stre
     auto kernel = items == 1   ? all_reduce_owned_rows<X, 1>
                   : items == 2 ? all_reduce_owned_rows<X, 2>
                                : all_reduce_owned_rows<X, 4>;
-    return launch("all_reduce", kernel, t.tokens, threads, 0, stream, rows);
+    return launch(launch_name(t), kernel, t.tokens, threads, 0, stream, rows);
   });
 }
 

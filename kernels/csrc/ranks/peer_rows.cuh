@@ -202,6 +202,11 @@ __device__ __forceinline__ Unit<X> finish(const float (&sums)[Unit<X>::kNumbers]
   return rounded;
 }
 
+// The name of a launch; an early one also reads results before its wait (debug.cu).
+inline const char* launch_name(const tridecode_all_reduce_task& task) {
+  return task.early ? "early all_reduce" : "all_reduce";
+}
+
 // all_reduce_two_shots.cu. A row is `items` units of each of `threads` threads.
 int launch_two_shots(const Rows& rows, int items, int threads, void* stream);
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.kernels.test_library import functions
+from tests.kernels.device_code import functions, without_comments
 from tridecode.kernels.build import sources
 from tridecode.tools.bench.breakdown import Kernel, breakdown, full_steps, split_steps
 from tridecode.tools.bench.kernel_classes import CLASSES, OURS, class_of, plain_name
@@ -21,8 +19,8 @@ SUM = f"{SPACE}all_reduce_rows<float, 1, 2>(tridecode::peers::Rows)"
 def test_every_kernel_of_the_library_has_a_class_and_no_other_name_has() -> None:
     defined = set()
     for path in [*sources("*.cu"), *sources("*.cuh")]:
-        code = re.sub(r"//[^\n]*", "", path.read_text())
-        defined |= {name for name, _, is_kernel in functions(code) if is_kernel}
+        found = functions(without_comments(path.read_text()))
+        defined |= {function.name for function in found if function.is_kernel}
     assert defined == set(OURS) and set(OURS.values()) <= set(CLASSES)
 
 

@@ -5,6 +5,7 @@
 
 #include "common/hopper.cuh"
 #include "common/rounding.cuh"
+#include "common/spin.cuh"
 #include "gemm/packed/packed_weight.cuh"
 
 namespace tridecode {

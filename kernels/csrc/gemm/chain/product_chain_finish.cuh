@@ -60,7 +60,11 @@ struct Finisher {
         continue;
       }
       uint64_t word = load_word(step.residual_words + at / 2);
-      while (unsigned(word >> 32) != launch) word = load_word(step.residual_words + at / 2);
+      Spin spin(kWordsOfResidual);
+      while (unsigned(word >> 32) != launch) {
+        spin.again();
+        word = load_word(step.residual_words + at / 2);
+      }
       residual[second] = at % 2 ? uint32_t(word) >> 16 : uint32_t(word) & 0xffffu;
     }
   }

@@ -197,8 +197,8 @@ struct Rows {
   // Waits until all tiles of earlier GEMMs are finished, or nearly so.
   __device__ __forceinline__ void wait_for_tiles() const {
     if (warp == 0 && lane == 0) {
-      while (before && load_relaxed(chain.counters) + kEarly < before) {
-      }
+      Spin spin(kTilesBefore);
+      while (before && load_relaxed(chain.counters) + kEarly < before) spin.again();
       barrier_arrive(places.begun(number));
     }
     sync_consumers();
@@ -228,7 +228,11 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (from + i * apart >= pieces) break;
-      while (!eights[i].is_of(launch)) eights[i].load(row + (from + i * apart) * 4);
+      Spin spin(kWordsOfX);
+      while (!eights[i].is_of(launch)) {
+        spin.again();
+        eights[i].load(row + (from + i * apart) * 4);
+      }
       words[i] = eights[i].numbers();
     }
   }

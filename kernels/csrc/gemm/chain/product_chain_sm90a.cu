@@ -271,8 +271,8 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
           return status;
       const size_t shared = kAlignment + size_t(chain.stages) * F::kStageBytes + F::kSumBytes +
                             row_bytes<kValues>(most_inputs, chain.tokens);
-      return launch(name, product_chain_sm90a<X, kValues>, device().multiprocessors, kThreads,
-                    shared, stream, chain, maps);
+      return launch_resident(name, product_chain_sm90a<X, kValues>, device().multiprocessors,
+                             kThreads, shared, stream, chain, maps);
     });
   });
 }

@@ -86,6 +86,9 @@ int LibraryProduct::find(const LibraryTask& task) {
 }
 
 int LibraryProduct::run(const LibraryTask& task, cudaStream_t stream) {
+#ifdef TRIDECODE_DEBUG
+  if (int status = check_order("gemm_library", stream)) return status;
+#endif
   const int status = task.bias ? set_bias(task.bias) : 0;
   if (status) return status;
   const float one = 1.0f, beta = task.residual ? 1.0f : 0.0f;

@@ -336,9 +336,9 @@ int run(const GemmTask& task, void* stream) {
   rows.inputs /= 2, rows.x_stride /= 2, rows.operand = kOperandTwoParts;
   if (!status) status = encode_rows(maps, rows, MODE, N, Shape<N>::kPart);
   if (status) return status;
-  return launch("gemm_int4_stream_k_sm90", gemm_int4_stream_k_sm90<X, N, MODE>,
-                2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight, maps.groups,
-                maps.x, maps.out, maps.residual, task, division);
+  return launch_resident("gemm_int4_stream_k_sm90", gemm_int4_stream_k_sm90<X, N, MODE>,
+                         2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight,
+                         maps.groups, maps.x, maps.out, maps.residual, task, division);
 }
 
 // (tokens of a tile, epilogue). packed_table.py chooses among them.

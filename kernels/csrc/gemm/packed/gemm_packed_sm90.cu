@@ -346,9 +346,9 @@ int run(const GemmTask& task, const Division& division, void* stream) {
                            kGranuleRows * task.granule_groups, chunks, 1);
   if (!status) status = encode_rows(maps, task, MODE, N / 2, Shape<N>::kPart);
   if (status) return status;
-  return launch("gemm_packed_sm90", gemm_packed_sm90<X, F, N, MODE>, 2 * division.clusters,
-                kThreads, S::kSharedBytes, stream, maps.weight, maps.groups, maps.x, maps.out,
-                maps.residual, task, division);
+  return launch_resident("gemm_packed_sm90", gemm_packed_sm90<X, F, N, MODE>, 2 * division.clusters,
+                         kThreads, S::kSharedBytes, stream, maps.weight, maps.groups, maps.x,
+                         maps.out, maps.residual, task, division);
 }
 
 // (tokens of a tile, epilogue). packed_table.py chooses among them.

@@ -29,8 +29,8 @@ __device__ __forceinline__ void meet(unsigned int* counter, int group) {
   if (threadIdx.x % 128 == 0) {
     device_fence();
     atomicAdd(counter, 1u);
-    while (load_acquire(counter) < SPLIT) {
-    }
+    Spin spin(kSumsOfTile);
+    while (load_acquire(counter) < SPLIT) spin.again();
     if (atomicAdd(counter, 1u) == 2 * SPLIT - 1) *counter = 0;
   }
   group_sync(group);
@@ -158,9 +158,9 @@ int run_even(const GemmTask& task, const Division& division, void* stream) {
   using S = Shape<N>;
   Maps maps;
   if (int status = encode_maps(maps, task, kPlain, N / 2, Shape<N / SPLIT>::kPart)) return status;
-  return launch("gemm_sm90_even_split", gemm_sm90_even_split<X, Operand, N, SPLIT>,
-                2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight, maps.x,
-                maps.out, maps.residual, task, division);
+  return launch_resident("gemm_sm90_even_split", gemm_sm90_even_split<X, Operand, N, SPLIT>,
+                         2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight,
+                         maps.x, maps.out, maps.residual, task, division);
 }
 
 // Checks the task and calls run(mode, division).

@@ -150,9 +150,9 @@ int run(const GemmTask& task, const Division& division, void* stream) {
   using S = Shape<N, kPartsOf<Operand>>;
   Maps maps;
   if (int status = encode_maps(maps, task, MODE, S::kColumns / 2, S::kPart)) return status;
-  return launch("gemm_sm90_stream_k", gemm_sm90_stream_k<X, Operand, N, MODE>,
-                2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight, maps.x,
-                maps.out, maps.residual, task, division);
+  return launch_resident("gemm_sm90_stream_k", gemm_sm90_stream_k<X, Operand, N, MODE>,
+                         2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight,
+                         maps.x, maps.out, maps.residual, task, division);
 }
 
 // Checks the task and calls run(mode, division).

@@ -2,6 +2,7 @@
 // order, and the partial sums of tiles that several clusters share. For gemm_sm90_stream_k.cuh and
 // gemm_packed_sm90.cu.
 #pragma once
+#include "common/spin.cuh"
 #include "gemm/sm90/gemm_sm90_mainloop.cuh"
 
 namespace tridecode {
@@ -139,8 +140,8 @@ __device__ __forceinline__ void add_partials(float (&c)[N / 2], const GemmTask& 
                                              int sharers, int group) {
   for (int i = threadIdx.x % 128; i < sharers; i += 128) {
     unsigned int* const flag = flag_of(task, cluster + 1 + i, group);
-    while (!load_acquire(flag)) {
-    }
+    Spin spin(kSumsBehind);
+    while (!load_acquire(flag)) spin.again();
     *flag = 0;  // for the next launch
   }
   group_sync(group);
