@@ -284,7 +284,9 @@ def test_beams_of_the_token_model_are_those_of_transformers(stack: Stack) -> Non
     assert answer.as_numpy("sequence_length").tolist() == [[12, 12, 12]]
 
 
-def test_a_stop_request_of_the_token_model_ends_the_running_one(stack: Stack) -> None:
+def stopped_tokens(stack: Stack) -> list[int]:
+    """Return the tokens of a request for 200 that a second request stops after the first of them."""
+
     def ids(*values: int) -> np.ndarray:
         return np.array([values], np.int32)
 
@@ -306,7 +308,17 @@ def test_a_stop_request_of_the_token_model_ends_the_running_one(stack: Stack) ->
         assert error is None
         if result.as_numpy("output_ids") is not None:
             tokens += ids_of(result)
-    assert 1 <= len(tokens) < 200 and tokens == stack.greedy(PROMPT, 200)[: len(tokens)]
+    return tokens
+
+
+def test_a_stop_request_of_the_token_model_ends_the_running_one(stack: Stack) -> None:
+    wanted = stack.greedy(PROMPT, 200)
+    for _ in range(20):  # a tiny model may end before it is stopped
+        tokens = stopped_tokens(stack)
+        assert tokens and tokens == wanted[: len(tokens)]
+        if len(tokens) < 200:
+            return
+    raise AssertionError("no request was stopped")
 
 
 # ---------------------------------------------------------------- calls of tritonclient
