@@ -140,13 +140,15 @@ def test_everyday_grammars_do_not_wait_for_endless_ones() -> None:
             offline.step()
         except TridecodeError as error:
             errors.append((str(error), offline.generations[number].finish, offline.generations[again].finish))
-    assert len(errors) == 2 and all("accepts 1500 ms of CPU time" in text for text, _, _ in errors)
+    # where others use the processors, 20 s may end before 1.5 s of processor time
+    refusal = r"accepts 1500 ms of CPU time|has not ended after 20 s"
+    assert len(errors) == 2 and all(re.search(refusal, text) for text, _, _ in errors)
     assert errors[0][1:] == errors[1][1:] == ("end_id", "end_id")
     for one in (number, again):
         text = tiny_tokenizer().decode(offline.generations[one].tokens[:-1])
         assert re.fullmatch(REGEX.text, text)
     begun = time.thread_time()
-    with pytest.raises(RequestError, match="accepts 1500 ms"):  # it is not compiled again
+    with pytest.raises(RequestError, match=refusal):  # it is not compiled again
         offline.submit(PROMPT, sampled(), structured_output=endless())
         offline.run()
     assert time.thread_time() - begun < 1.0
