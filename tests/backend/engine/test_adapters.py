@@ -86,11 +86,8 @@ def check(model, generation, prompt: list[int]) -> None:
     assert np.allclose(np.stack(generation.logits), logits.numpy(), atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
-    """Chunks of prompts, decoding rows, waiting requests and preemption, with both adapters and without."""
-    weights, folder, models = served(family)
-    offline = engine_over(weights, folder, cache_bytes=8 * engine_block_bytes(weights))
+def check_mixed(offline: OfflineEngine, models: dict[str, torch.nn.Module]) -> None:
+    """Compare a batch of rows with and without adapters with peft's models; close the engine."""
     prompts = prompts_of([20, 1, 7, 13], models[""].config.vocab_size)
     asked = [(name, prompt) for prompt in prompts for name in models]
     numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
@@ -98,6 +95,14 @@ def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
     for (name, prompt), number in zip(asked, numbers):
         check(models[name], offline.generations[number], prompt)
     offline.engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
+    """Chunks of prompts, decoding rows, waiting requests and preemption, with both adapters and without."""
+    weights, folder, models = served(family)
+    offline = engine_over(weights, folder, cache_bytes=8 * engine_block_bytes(weights))
+    check_mixed(offline, models)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,13 +115,7 @@ def test_adapters_added_after_each_gemm_give_the_tokens_of_peft(served, family: 
     weights, folder, models = served(family)
     offline = engine_over(weights, folder)
     assert offline.engine.state.adapter_tables is not None
-    prompts = prompts_of([20, 1, 7, 13], models[""].config.vocab_size)
-    asked = [(name, prompt) for prompt in prompts for name in models]
-    numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
-    offline.run()
-    for (name, prompt), number in zip(asked, numbers):
-        check(models[name], offline.generations[number], prompt)
-    offline.engine.close()
+    check_mixed(offline, models)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -10,13 +10,11 @@ all rows run; the ratio is the median over the repeats of a case's figure divide
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 import zlib
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +31,8 @@ from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.kernel_classes import plain_name
 from tridecode.tools.bench.loop_runner import LoopRunner
-from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
+from tridecode.tools.bench.studies.pairs import Pairs, steady_ms, study_parser
 
 _REPLAYS = 20
 _SCALE = 0.02  # standard deviation of the random matrices
@@ -75,7 +73,7 @@ def cases(rows: int) -> dict[str, list[str]]:
 def step_ms(runner: LoopRunner, prompts: list[list[int]], tokens: int, names: list[str]) -> float:
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner.generate(prompts, tokens, adapters=names)
-    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
+    return steady_ms(runner, len(prompts))
 
 
 def profile(engine: Engine, store: AdapterStore, rows: int) -> None:
@@ -114,20 +112,13 @@ def profile(engine: Engine, store: AdapterStore, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="llama-3-8b")
+    parser = study_parser(__doc__)
     parser.add_argument("--quantization", default="")
-    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
     arguments = parser.parse_args()
-    tokens, found = arguments.output_tokens, []
+    tokens, found = arguments.output_tokens, Pairs(arguments.repeats)
     job = make_job(
         arguments.preset, None, None,
         batches=(arguments.rows,), prompt_tokens=arguments.prompt_tokens, output_tokens=tokens,
@@ -146,17 +137,10 @@ def main() -> None:
         runner = LoopRunner(engine)
         for name, adapters in cases(arguments.rows).items():
             runner.generate(prompts, 4, adapters=adapters)  # loads the adapters and warms up
-            pairs = [
-                (step_ms(runner, prompts, tokens, []), step_ms(runner, prompts, tokens, adapters))
-                for _ in range(arguments.repeats)
-            ]
-            ratio = statistics.median(changed / plain for plain, changed in pairs)
-            plain, changed = (statistics.median(column) for column in zip(*pairs))
-            found.append({"case": name, "plain_ms": plain, "ms": changed, "ratio": ratio})
-            print(f"{name:28} {plain:8.3f} ms {changed:8.3f} ms  x {ratio:.4f}", flush=True)
+            measure = partial(step_ms, runner, prompts, tokens)
+            found.compare({"case": name}, partial(measure, []), partial(measure, adapters))
         engine.close()
-    if arguments.output:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    found.write(arguments.output)
 
 
 if __name__ == "__main__":

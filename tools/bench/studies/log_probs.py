@@ -11,13 +11,9 @@ the preceding plain figure.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -26,8 +22,8 @@ from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.loop_runner import LoopRunner
-from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
+from tridecode.tools.bench.studies.pairs import Pairs, steady_ms, study_parser
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
 _TOKENS = 96  # new tokens of a decoding row
@@ -72,7 +68,7 @@ def decode_ms(engine: Engine, prompts: list[list[int]], params: Sequence[Samplin
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner = LoopRunner(engine, params=params)
     runner.generate(prompts, _TOKENS)
-    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
+    return steady_ms(runner, len(prompts))
 
 
 class _Spaced(LoopRunner):
@@ -109,27 +105,15 @@ def mixed_ms(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="llama-3-8b")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    rows, found = arguments.rows, []
+    arguments = study_parser(__doc__).parse_args()
+    rows, found = arguments.rows, Pairs(arguments.repeats)
     job = make_job(
         arguments.preset, None, None,
         batches=(rows + _SPARE,), prompt_tokens=arguments.prompt_tokens, output_tokens=_TOKENS,
     )  # fmt: skip
 
     def compare(title: str, name: str, usual: Callable[[], float], wanted: Callable[[], float]) -> None:
-        pairs = [(usual(), wanted()) for _ in range(arguments.repeats)]
-        ratio = statistics.median(special / plain for plain, special in pairs)
-        plain, special = (statistics.median(column) for column in zip(*pairs))
-        found.append({"table": title, "case": name, "plain_ms": plain, "ms": special, "ratio": ratio})
-        print(f"{title:8} {name:32} {plain:8.3f} ms {special:8.3f} ms  x {ratio:.4f}", flush=True)
+        found.compare({"table": title, "case": name}, usual, wanted, width=32)
 
     with open_engine(job) as engine:
         prompts = random_prompts(rows, arguments.prompt_tokens, engine.model_config.vocab_size, 0)
@@ -154,8 +138,7 @@ def main() -> None:
                 partial(mixed, _PLAIN),
                 partial(mixed, one),
             )
-    if arguments.output:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    found.write(arguments.output)
 
 
 if __name__ == "__main__":

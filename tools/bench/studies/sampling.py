@@ -10,10 +10,7 @@ rule's figure divided by the figure before it.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-from pathlib import Path
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -24,8 +21,8 @@ from tridecode.backend.wire.sampling_params import MAX_BIASES
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.loop_runner import LoopRunner
-from tridecode.tools.bench.measure import steady_gaps
 from tridecode.tools.bench.shapes.presets import random_prompts
+from tridecode.tools.bench.studies.pairs import Pairs, steady_ms, study_parser
 
 _PLAIN = SamplingParams(top_k=0, seed=7)
 
@@ -56,21 +53,14 @@ def step_ms(engine: Engine, prompts: list[list[int]], tokens: int, params: Sampl
     """Return the median milliseconds between two steps in which every prompt has a decode row."""
     runner = LoopRunner(engine, params=params)
     runner.generate(prompts, tokens)
-    return 1000 * statistics.median(steady_gaps(runner.take_run().steps, len(prompts)))
+    return steady_ms(runner, len(prompts))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="llama-3-8b")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser = study_parser(__doc__)
     parser.add_argument("--output-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    tokens, found = arguments.output_tokens, []
+    tokens, found = arguments.output_tokens, Pairs(arguments.repeats)
     job = make_job(
         arguments.preset, None, None,
         batches=(arguments.rows,), prompt_tokens=arguments.prompt_tokens, output_tokens=tokens,
@@ -80,16 +70,9 @@ def main() -> None:
         prompts = random_prompts(arguments.rows, arguments.prompt_tokens, vocab_size, 0)
         step_ms(engine, prompts, tokens, _PLAIN)  # warms up
         for name, params in rules(vocab_size).items():
-            pairs = [
-                (step_ms(engine, prompts, tokens, _PLAIN), step_ms(engine, prompts, tokens, params))
-                for _ in range(arguments.repeats)
-            ]
-            ratio = statistics.median(rule / plain for plain, rule in pairs)
-            plain, rule = (statistics.median(column) for column in zip(*pairs))
-            found.append({"rule": name, "plain_ms": plain, "ms": rule, "ratio": ratio})
-            print(f"{name:28} {plain:8.3f} ms {rule:8.3f} ms  x {ratio:.4f}", flush=True)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+            measure = partial(step_ms, engine, prompts, tokens)
+            found.compare({"rule": name}, partial(measure, _PLAIN), partial(measure, params))
+    found.write(arguments.output)
 
 
 if __name__ == "__main__":
