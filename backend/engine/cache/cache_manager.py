@@ -13,12 +13,14 @@ import heapq
 import numpy as np
 
 from tridecode.backend.engine.cache.block_index import BlockIndex
+from tridecode.backend.engine.cache.draft_keys import DraftKeys
 from tridecode.backend.engine.cache.prefix_cache import PrefixCache, context_of
 from tridecode.backend.engine.cache.sessions import Held
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.schedule.waiting import Admission
+from tridecode.backend.engine.speculation.records import NO_GAP
 
 NO_RING = np.iinfo(np.int32).max
 
@@ -50,6 +52,13 @@ class CacheManager:
         self._cleared: list[int] = []
         self._slot_copies: dict[int, int] = {}  # destination -> source, for the next plan
         self._block_copies: dict[int, int] = {}
+        self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
+
+    def track_drafter(self) -> None:
+        """Note from now on which blocks the drafter's cache lacks."""
+        self.draft_keys = self.prefixes.draft_keys = DraftKeys(self.block_tokens)
+        if self.tier is not None:
+            self.tier.draft_keys = self.draft_keys
 
     @property
     def num_free_slots(self) -> int:
@@ -79,6 +88,9 @@ class CacheManager:
         is_alone = prefix is None and length % size == 0
         if self.tier is not None and is_alone and self.prefixes.is_brought(sequence, blocks, needed):
             return Admission.COMING
+        if self.draft_keys is not None:
+            gap = self.draft_keys.gap_of(blocks) if prefix is None else prefix.draft_gap
+            sequence.draft_gap = gap if gap < length else NO_GAP
         self.index.share(blocks)  # from now on they are not evicted
         written = blocks if row is not None and row.ring else blocks[length // size :]
         copied = bool(written) and not self.index.is_exclusive(written[-1])
@@ -142,6 +154,9 @@ class CacheManager:
         most = len(beams) * (needed - shared) + shared
         if self.tier is not None and self.prefixes.is_brought(first, found, most):
             return Admission.COMING
+        if self.draft_keys is not None:
+            for beam in beams:
+                beam.draft_gap = self.draft_keys.gap_of(found)
         self.index.share(found)  # from now on they are not evicted
         if not self._have(most - len(found)):
             self.index.release(found)
@@ -178,7 +193,7 @@ class CacheManager:
         """Give the child a slot of its own and make it a user of all of its parent's blocks."""
         self.index.share(parent.blocks)
         self._take_slot(child, self.lengths[parent.slot], parent.blocks, self.shifts[parent.slot])
-        child.mask, child.num_indexed = parent.mask, parent.num_indexed
+        child.mask, child.num_indexed, child.draft_gap = parent.mask, parent.num_indexed, parent.draft_gap
 
     def _have(self, blocks: int) -> bool:
         """Return whether this number of blocks is free, after eviction of cached blocks if necessary."""
@@ -207,6 +222,8 @@ class CacheManager:
         """Return what a sequence with a slot has in the cache."""
         length, shift = self.lengths.item(sequence.slot), self.shifts.item(sequence.slot)
         keys = self.prefixes.full_keys(sequence, length)
+        if self.draft_keys is not None:
+            self.draft_keys.indexed(sequence, 0, sequence.blocks)
         return Held(sequence.blocks, length, context_of(sequence.group, shift), keys)
 
     def index_written(self, sequence: Sequence) -> None:

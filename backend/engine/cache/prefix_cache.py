@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import Context, masked
+from tridecode.backend.engine.cache.draft_keys import DraftKeys
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class PrefixCache:
     def __init__(self, index: BlockIndex, block_tokens: int):
         self._index, self._size = index, block_tokens
         self.tier: HostTier | None = None
+        self.draft_keys: DraftKeys | None = None
         self._coming: dict[bytes, Sequence] = {}  # identities of blocks that running prompts will write
 
     def find(self, sequence: Sequence, shift: int) -> list[int]:
@@ -110,6 +112,8 @@ class PrefixCache:
         self._arrive(sequence, keys)
         sequence.num_indexed = full
         indexed = self._index.insert(parent, keys, sequence.blocks[first:full])
+        if self.draft_keys is not None:
+            self.draft_keys.indexed(sequence, first, indexed)
         if self.tier is not None:
             self.tier.offer(parent, keys, indexed)
         return first, indexed

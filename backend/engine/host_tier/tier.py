@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import BlockHasher
+from tridecode.backend.engine.cache.draft_keys import DraftKeys
 from tridecode.backend.engine.host_tier.cost import CopyCost
 from tridecode.backend.engine.host_tier.fetch import Fetch, Flight
 from tridecode.backend.engine.host_tier.readiness import SHARES, Readiness
@@ -52,6 +53,7 @@ class HostTier:
         self.slots = BlockIndex(num_slots, self.hasher)
         self.cost = CopyCost(block_tokens)
         self.index = BlockIndex(0)  # of the cache, see `bind`
+        self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
         self.tokens = 0  # total that admitted sequences have found because they were copied in
         self.faults = 0  # total of blocks with a wrong checksum
         self.is_used = True  # False: no further copies in either direction (bench prefix)
@@ -211,6 +213,8 @@ class HostTier:
                 self.index.share([block])
                 self._outgoing.add(key)
                 outs.append(BlockOut(block, slot, key, parent))
+                if self.draft_keys is not None:
+                    self.draft_keys.copy_out(key, block, self.slots.num_blocks)
         return outs
 
     def _slot_for(self, key: bytes) -> int | None:
@@ -276,6 +280,8 @@ class HostTier:
         if intact and not fetch.failed:
             parent = fetch.keys[number - 1] if number else fetch.parent
             self.index.insert(parent, [key], [fetch.blocks[number]])
+            if self.draft_keys is not None:
+                self.draft_keys.copy_in(key, fetch.blocks[number])
             fetch.intact += 1
         fetch.failed |= not intact
         if fetch.landed == fetch.issued and (fetch.failed or fetch.issued == len(fetch.slots)):

@@ -6,6 +6,7 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.draft_masks import DraftMasks
+from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
@@ -31,6 +32,7 @@ _PARTS: list[type[StepPart]] = [
     BeamRows,
     DraftSources,
     Drafting,
+    DraftReads,
 ]
 PARTS = {part.tag: part for part in _PARTS}
 

@@ -17,7 +17,9 @@ from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.speculation.draft_reads import DraftReadPlanner
 from tridecode.backend.engine.speculation.learning import Learning
+from tridecode.backend.engine.speculation.records import NO_GAP
 from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 
 
@@ -90,6 +92,11 @@ class DraftPlanner:
         self._drafter, self._limits, self._cache = drafter, limits, cache
         self._most_forced = most_forced
         self._last_lengths, self.learning = last_lengths, learning
+        self._reads: DraftReadPlanner | None = None
+        if learning is not None and learning.keeps_cache:
+            cache.track_drafter()
+            assert cache.draft_keys is not None
+            self._reads = DraftReadPlanner(cache.draft_keys, limits.max_step_tokens)
 
     @property
     def needs_token(self) -> bool:
@@ -149,9 +156,8 @@ class DraftPlanner:
         kv_slots = np.where(place < 0, -1, cache.addresses(slots, np.maximum(place, 0) % cache.rings[slots]))
         context_lens = np.array(lens, np.int32)
         verifies = len(place) > len(sequences) or bool((context_lens < 0).any())
-        for sequence, count, length in zip(sequences, totals, lens):
-            if count > 1 or length < 0:
-                sequence.unsettled += 1
+        for sequence, count in zip(sequences, totals):
+            sequence.unsettled += count > 1
         return DraftRows(
             np.concatenate(ids),
             np.where(place < 0, shifts, place + shifts).astype(np.int32),
@@ -164,33 +170,54 @@ class DraftPlanner:
     def plan_ahead(self, plan: StepPlan) -> None:
         """Add the part Drafting and the blocks of its drafts to a plan with its final slots, if there is a
         planned drafter and drafts after this step are worth their time."""
-        learning, limits, cache = self.learning, self._limits, self._cache
+        learning, cache = self.learning, self._cache
         if learning is None or not learning.planned:
             return
-        for row, sequence in enumerate(plan.sequences):
-            record = sequence.draft_record
-            if record is not None and sequence.constraint is None:
-                record.ahead, record.is_complete = 0, record.is_complete or row >= plan.num_decodes
+        for sequence in plan.sequences:
+            if sequence.draft_record is not None and sequence.constraint is None:
+                sequence.draft_record.ahead = 0
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
-        if not rows or limits.long_prompt_tokens:
-            return
-        budget = limits.max_sequences - len(rows)
-        sequences = [plan.sequences[row] for row in rows]
-        mosts = [0 if one.constraint is not None else self._most(one, max(budget, 1)) for one in sequences]
-        counts = learning.plan_ahead(sequences, mosts, budget > 0 and learning.may_draft(len(rows)))
-        count, chosen, columns = max(1, *counts), [], plan.block_tables.shape[1]
-        for row, sequence, most in zip(rows, sequences, counts):
-            tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
-            wants = most > 0 or (may_draft(sequence) and learning.keeps(sequence))
-            if wants and tokens <= limits.max_sequence_tokens and cache.extend(sequence, tokens) >= tokens:
-                chosen.append(row)
-                columns = max(columns, -(-tokens // cache.block_tokens))
-                record.ahead = most
-            elif learning.keeps_cache and plan.num_decodes == plan.num_rows:
-                record.is_complete = False
+        chosen, columns = [], plan.block_tables.shape[1]
+        if rows and not self._limits.long_prompt_tokens:
+            sequences = [plan.sequences[row] for row in rows]
+            counts = self._counts_ahead(learning, plan, rows, sequences)
+            count = max(1, *counts)
+            for row, sequence, most in zip(rows, sequences, counts):
+                tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
+                wants = most > 0 or (may_draft(sequence) and learning.keeps(sequence))
+                is_short = tokens <= self._limits.max_sequence_tokens
+                if wants and is_short and cache.extend(sequence, tokens) >= tokens:
+                    chosen.append(row)
+                    columns = max(columns, -(-tokens // cache.block_tokens))
+                    assert record is not None
+                    record.ahead = most
+        if self._reads is not None and plan.num_decodes == plan.num_rows:
+            drafted = set(chosen)
+            for row, sequence in enumerate(plan.sequences):  # the drafter does not read their tokens
+                if row not in drafted:
+                    sequence.draft_gap = min(sequence.draft_gap, sequence.num_known - 1)
         if chosen:
             plan.block_tables = cache.tables[plan.slots, :columns]
             plan.parts.append(Drafting(count, np.array(chosen, np.int32)))
+
+    def _counts_ahead(
+        self, learning: Learning, plan: StepPlan, rows: list[int], sequences: list[Sequence]
+    ) -> list[int]:
+        """Return how many drafts of each of these rows the drafter computes behind a step; let it read what
+        it has missed before."""
+        budget = self._limits.max_sequences - len(rows)
+        mosts = [0 if one.constraint is not None else self._most(one, max(budget, 1)) for one in sequences]
+        may = budget > 0 and learning.may_draft(len(rows))
+        if self._reads is not None:
+            if may and plan.num_decodes == plan.num_rows:
+                self._reads.plan(plan, rows, sequences, mosts, learning)
+            mosts = [most if one.draft_gap == NO_GAP else 0 for one, most in zip(sequences, mosts)]
+        return learning.plan_ahead(sequences, mosts, may)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Note that a plan, which ran out of memory, has not run."""
+        if self._reads is not None:
+            self._reads.abandon(plan)
 
     def _ids(self, sequence: Sequence, most: int) -> np.ndarray:
         """Return the row's token ids: the newest token, -1 while it is in flight, and up to `most` drafts."""

@@ -74,6 +74,8 @@ class OutputProcessor:
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
         """End the prompts of a step that ran out of memory with the error; compute its decode rows again."""
+        if self._planner.drafts is not None:
+            self._planner.drafts.abandon(plan)
         for row, sequence in enumerate(plan.sequences):
             if sequence.stage is Stage.ENDED:
                 continue

@@ -109,7 +109,7 @@ class Planner:
     def settle(self, plan: StepPlan, row: int, accepted: int) -> None:
         """Note that decode row `row` of a plan that verifies keeps its first `accepted` tokens."""
         planned = plan.samples.item(row)
-        if planned > 1 or plan.context_lens.item(row) < 0:
+        if planned > 1:
             self._decode.settle(plan.sequences[row], planned, accepted)
 
     def preempt(self, sequence: Sequence, abandoned: bool = False) -> None:

@@ -17,7 +17,7 @@ from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.prompt_tables.held_prompt import HeldPrompt
 from tridecode.backend.engine.schedule.extra_outputs import ExtraOutputs
 from tridecode.backend.engine.schedule.prompt_embedding import PromptEmbedding
-from tridecode.backend.engine.speculation.records import GRAMMAR, DraftRecord
+from tridecode.backend.engine.speculation.records import GRAMMAR, NO_GAP, DraftRecord
 from tridecode.backend.wire.beam_tree import BeamText
 from tridecode.backend.wire.messages import BeamStep, Event, TopLogProbs
 from tridecode.backend.wire.sampling_params import SamplingParams
@@ -131,7 +131,7 @@ class Sequence:
     index: of the sequence within its request, for its events. fork: 0, or its number among the group's forks.
     prefill: tokens to compute before decoding: the prompt and, after a preemption, the output so far.
     in_flight: tokens that planned steps will yield and that are not committed yet. unsettled: of their rows,
-    those that may keep fewer tokens than they have, or follow such a row.
+    those that may keep fewer tokens than they have.
     embedding: the vector of its prompt, until an event takes it; None if the request wants none.
     """
 
@@ -159,6 +159,7 @@ class Sequence:
     fetched: int = 0  # blocks that were copied in for it since its last admission
     draft_record: DraftRecord | None = None  # set while its rows have drafts
     forced_record: DraftRecord | None = None  # of the drafts that its grammar forces
+    draft_gap: int = NO_GAP  # first position that the drafter's cache lacks (cache/draft_keys.py)
     overtaken: int = 0  # number of sequences behind it that were admitted before it
 
     def __post_init__(self) -> None:

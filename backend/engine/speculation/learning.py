@@ -10,7 +10,7 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
-from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, DraftRecord
+from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, NO_GAP, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
@@ -64,10 +64,7 @@ class Learning:
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts per row the planned drafter computes after a step, for the next step.
         mosts: as for `choose`, for the next step. may: whether the next step may have drafts."""
-        for sequence in sequences:
-            if sequence.draft_record is None:
-                sequence.draft_record = DraftRecord(source=self.planned)
-        records = [one.draft_record for one in sequences]
+        records = self._records(sequences)
         counts = self.policy.choose(records, mosts) if may else [0] * len(mosts)
         if any(counts):
             self._idle_steps = 0
@@ -76,12 +73,26 @@ class Learning:
         self.policy.recover(self.planned)
         return counts
 
+    def promises(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
+        """Return how many drafts of each row the planned drafter would best compute. mosts: as above."""
+        return self.policy.choose(self._records(sequences), mosts)
+
+    def _records(self, sequences: list[Sequence]) -> list[DraftRecord | None]:
+        """Return the records of rows for which a planned drafter may draft."""
+        for sequence in sequences:
+            if sequence.draft_record is None:
+                sequence.draft_record = DraftRecord(source=self.planned)
+        return [one.draft_record for one in sequences]
+
     def keeps(self, sequence: Sequence) -> bool:
         """Return whether the planned drafter continues to fill its cache for a row that gets no drafts now.
         It does so for some steps, so that the row does not lose its drafts to a short load peak."""
-        record = sequence.draft_record
-        is_soon = self.keeps_cache and self._idle_steps <= _PATIENCE
-        return is_soon and record is not None and self.policy.chance(record) > 0
+        return (
+            self.keeps_cache
+            and self._idle_steps <= _PATIENCE
+            and sequence.draft_gap == NO_GAP
+            and self.policy.chance(sequence.draft_record) > 0
+        )
 
     def begin_step(self, plan: StepPlan) -> None:
         """Add the new texts and the slots that start to a plan."""

@@ -14,6 +14,8 @@ DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads", "grammar")
 #: DraftRecord.kind -> initial probability of a draft
 FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5, 0.98)
 _LENGTHS = 7  # kinds of a search
+#: value of Sequence.draft_gap: the drafter's cache has all tokens
+NO_GAP = np.iinfo(np.int32).max
 
 
 @dataclass
@@ -21,8 +23,7 @@ class DraftRecord:
     """The drafts of one sequence.
 
     source: the drafter. matched: tokens that the newest search with a known result has matched.
-    ahead: drafts that a planned drafter (part Drafting) computes after the newest step. is_complete: whether
-    the drafter's cache has the tokens that its drafts need (DeviceDrafter.keeps_cache). chance: learned
+    ahead: drafts that a planned drafter (part Drafting) computes after the newest step. chance: learned
     probability that a draft is right if the drafts before it are; below 0: nothing learned yet. drafted,
     accepted: totals. scopes: search scopes of answers and of the client's drafts; -1: none. drafts: the
     drafts after the newest token, from a drafter on the host.
@@ -31,7 +32,6 @@ class DraftRecord:
     matched: int = 0
     source: int = 0
     ahead: int = 0
-    is_complete: bool = True
     chance: float = -1.0
     drafted: int = 0
     accepted: int = 0
@@ -43,8 +43,6 @@ class DraftRecord:
         """Return the class of drafts with similar acceptance: by the length of the match (0 for none,
         then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter or the grammar; 0: no
         drafts."""
-        if not self.is_complete:
-            return 0
         if self.source >= DRAFT_MODEL:
             return _LENGTHS + self.source - DRAFT_MODEL
         return min(self.matched.bit_length(), _LENGTHS - 1)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_model import like
+from tests.backend.engine.test_draft_reads import RULES, second_round
 from tests.backend.engine.test_draft_steps import SAMPLED, generate
 from tests.backend.engine.test_engine_gpu import MODELS, gpu_engine
 from tests.backend.engine.test_lookup import learning_of
@@ -75,3 +76,15 @@ def test_a_preempted_sequence_is_drafted_again() -> None:
     assert offline.scheduler.counters.preemptions > 0
     learning = learning_of(offline)
     assert learning.accepted["draft"] >= 0.95 * learning.drafted["draft"] > 60
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", ["bloom", "llama, head 128"])
+def test_missed_tokens_are_read_behind_steps_in_graphs(name: str, rules: str) -> None:
+    """The first answers are decoded without the draft model; the second prompts begin with their blocks."""
+    model = MODELS[name]()
+    prompts = prompts_of([30, 33, 40], model.config.vocab_size)
+    params = SamplingParams(max_tokens=40, **RULES[rules])
+    done, drafted, accepted = second_round(drafting(model, model), prompts, params, False)
+    assert all(len(one.tokens) == 40 for one in done)
+    assert accepted >= 0.95 * drafted > 30

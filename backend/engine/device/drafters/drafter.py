@@ -61,8 +61,8 @@ class DeviceDrafter:
     source = DRAFT_MODEL
     #: whether proposals take time that the scheduler must plan (part Drafting)
     is_planned = True
-    #: whether a row gets no more drafts once a decode step has none behind it, since the drafter's own cache
-    #: then lacks tokens
+    #: whether a row gets no drafts once a decode step has none behind it, since the drafter's own cache then
+    #: lacks tokens; `propose` reads those that the part DraftReads brings, before it drafts
     keeps_cache = False
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:

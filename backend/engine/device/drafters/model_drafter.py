@@ -12,7 +12,9 @@ import torch
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.draws import DraftDraws
+from tridecode.backend.engine.device.drafters.missed_tokens import MissedTokens
 from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.ranks.vocab_share import mask_padding
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
@@ -37,7 +39,7 @@ class ModelDrafter(DeviceDrafter):
     The draft model's cache has every token of a row but its newest two, or one: the newest has just been
     drawn, and if the row has kept all of its drafts, the last of them was never an input. So the first draft
     of a row reads these two tokens, each other one the draft before it. A row that is not drafted for behind
-    a decode step has no drafts from then on (DraftRecord.is_complete).
+    a decode step has no drafts until the part DraftReads brings the tokens that were missed.
 
     turns: host buffers of plans, more than steps in flight.
     """
@@ -57,6 +59,7 @@ class ModelDrafter(DeviceDrafter):
         columns = -(-self._longest // config.block_tokens)
         tokens, rows = FIRST * config.slots, config.slots
         self.buffers = StepBuffers(tokens, tokens, columns, device, FIRST * turns)
+        self._missed = MissedTokens(state, turns)
         self._ids = torch.zeros(state.work.hidden.shape[0], dtype=torch.int32, device=device)
         self._drawn = torch.zeros((MOST_DRAFTS + 1, rows), dtype=torch.int32, device=device)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)  # row of _drawn that is written next
@@ -73,7 +76,9 @@ class ModelDrafter(DeviceDrafter):
 
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> None:
-        part = step.plan.part(Drafting)
+        missed, part = step.plan.part(DraftReads), step.plan.part(Drafting)
+        if missed is not None:
+            self._forward(self._missed.load(missed, step.plan))
         if part is None:
             return
         slots = step.plan.slots[part.rows]

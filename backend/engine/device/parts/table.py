@@ -23,6 +23,7 @@ from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.parts.background import Background
 from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.parts.draft_masks import DraftMasks
+from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.parts.draft_sources import DraftSources
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.parts.embeddings import PromptVectors
@@ -46,8 +47,9 @@ RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
     TopTokens: TopTokensRun,
     HostCopies: HostCopiesRun,
     BeamRows: BeamsRun,
-    DraftSources: PartRun,  # the drafter reads these two (Engine.drafter)
+    DraftSources: PartRun,  # the drafter reads these three (Engine.drafter)
     Drafting: PartRun,
+    DraftReads: PartRun,
 }
 BACKGROUND_RUNS: dict[type[Background], type[BackgroundRun]] = {ShadowRuns: ShadowScorer}
 
