@@ -59,9 +59,9 @@ typedef struct {
   int tokens;
   // limit for a block; 0: the device's limit, and the sm_90 kernel where there is one
   int shared_bytes;
-  // whether to divide the keys of a row among blocks, for few queries behind a long prefix: only
-  // where tridecode_prefill_attention_splits, without key_bias; needs scratch.
-  // The cache may have 8 bits, and then holds the keys and values of fresh prompts, too
+  // whether to divide the keys of a row among blocks, for few queries after a long prefix. Requires
+  // tridecode_prefill_attention_splits, no key_bias, and scratch. An 8-bit cache is allowed if it
+  // also holds the keys and values of fresh prompts
   int split;
   // decode and split: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for
   // any batch; counters that are zero before and after each launch, one per row and group of 8

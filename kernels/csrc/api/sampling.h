@@ -72,16 +72,16 @@ typedef struct {
   int num_decodes;
 } tridecode_verify_task;
 
-// The most likely tokens of the rows whose slots have top_log_probs >= 0. keep_raw_logits comes
-// before `sample` (or `verify`), top_log_probs after it, with the same task.
+// The most likely tokens of rows whose slots have top_log_probs >= 0. Launch keep_raw_logits
+// before `sample` (or `verify`) and top_log_probs after it, with the same task.
 typedef struct {
-  float* logits;  // (num_rows, vocab_size): what `sample` has edited is put back
+  float* logits;  // (num_rows, vocab_size); top_log_probs restores the edits of `sample`
   const int* slots;
   const tridecode_sampling_slot* state;
   const int* bad_ids;
   const int* bad_ends;
   const int* biases;
-  const int* tokens;  // (num_rows), those that `sample` has written
+  const int* tokens;  // (num_rows), written by `sample`
   float* kept;        // (num_rows, at least bias_size + end_ids + bad_size), scratch
   int* top;           // (num_rows, 2, 21), written: ids, then the bits of values
   int num_rows, vocab_size, bad_size, bias_size;

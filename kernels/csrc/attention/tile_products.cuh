@@ -1,16 +1,16 @@
-// The work of a warp on a tile of keys and values in shared memory: 16 columns, each the query of
-// one head. Scores and output stay in registers; online softmax in base 2 and float32.
+// Attention of a warp over a tile of keys and values in shared memory, for 16 columns; a column is
+// a query of one head. Scores and output stay in registers; online softmax in base 2 and float32.
 #pragma once
 #include "attention/matrices.cuh"
 
 namespace tridecode {
 namespace {
 
-// Length of a row of keys or values in shared memory: the padding spreads 8 rows over all banks.
+// Row pitch of keys or values in shared memory; the padding spreads 8 rows over all banks.
 __host__ __device__ constexpr int row_pitch(int head_size) { return head_size + 8; }
 
-// Lane (g, t) holds numbers of columns g and g + 8, as the result of multiply_add: scores of keys
-// 8 n + 2 t and 8 n + 2 t + 1, output of dims 8 d + 2 t and 8 d + 2 t + 1.
+// Lane (g, t) holds elements of columns g and g + 8 in the fragment layout of multiply_add: scores
+// of keys 8 n + 2 t and 8 n + 2 t + 1, output of dims 8 d + 2 t and 8 d + 2 t + 1.
 template <typename X, int D, int KEYS>
 struct TileSums {
   static constexpr int kPitch = row_pitch(D);
@@ -37,8 +37,8 @@ struct TileSums {
     }
   }
 
-  // Replaces scores by probabilities relative to the maximum so far, by which it scales the sums.
-  // scale: above 0, multiplies the scores.
+  // Replaces scores by probabilities relative to the running maximum, and rescales the sums.
+  // scale: factor of the scores, above 0.
   __device__ __forceinline__ void weigh(float (&scores)[KEYS / 8][4], float scale = 1.0f) {
     float shrink[2];
 #pragma unroll
@@ -62,7 +62,7 @@ struct TileSums {
       }
       sum[i] = sum[i] * shrink[i] + added;
     }
-    // behind the first tiles the maximum seldom rises
+    // the maximum seldom rises after the first tiles
     if (!__any_sync(kAll, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
     for (int d = 0; d < D / 8; ++d) {
@@ -100,7 +100,7 @@ struct TileSums {
     }
   }
 
-  // Stores the output of column g + 8 i. to: its first number.
+  // Stores the output of column g + 8 i. to: its first element.
   __device__ __forceinline__ void write(int i, X* to) const {
     const float inverse = 1.0f / sum[i];
 #pragma unroll
@@ -109,7 +109,7 @@ struct TileSums {
           pack<X>(output[d][2 * i] * inverse, output[d][2 * i + 1] * inverse);
   }
 
-  // Stores the output, not divided by the sum, for a later combination. to: D floats.
+  // Stores the output without dividing by the sum, for the combining launch. to: D floats.
   __device__ __forceinline__ void write_part(int i, float* to) const {
 #pragma unroll
     for (int d = 0; d < D / 8; ++d)

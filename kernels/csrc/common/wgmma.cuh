@@ -20,8 +20,8 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
          uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// The descriptor of a matrix that lies `bytes` after another. Adds to the low word alone: a 64-bit
-// addition takes three instructions more.
+// Returns the descriptor of a matrix `bytes` after another. Adds only to the low word, because a
+// 64-bit addition takes three more instructions.
 __device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }

@@ -1,15 +1,15 @@
-// out = activation(product + x * a^T * b) + residual, with the LoRA adapter of each row; and
+// out = activation(product + x * a^T * b) + residual, with the LoRA adapter of each row; then
 // normed = norm(out).
 //
-// One block, or a cluster of blocks, computes a row. It multiplies x by the rows of a and the sums
-// by the columns of b before it waits for the kernel that writes the product. That kernel needs
-// most of a multiprocessor's shared memory and half of its registers: a block has 128 registers a
-// thread and less than 1 KiB of shared memory, becomes resident beside it, and reads the adapter
-// while the product is computed. Rows with adapters come first, because later blocks may not
-// become resident before the product ends.
+// A block, or a cluster of blocks, computes one row. It multiplies x by the rows of a, and the sums
+// by the columns of b, before it waits for the GEMM that writes the product. The GEMM needs
+// most of a multiprocessor's shared memory and half of its registers. A block of this kernel uses
+// 128 registers per thread and less than 1 KiB of shared memory, so that it is resident with the
+// GEMM and reads the adapter while the product is computed. Rows with adapters come first, because
+// later blocks may not become resident before the GEMM ends.
 //
-// Bytes moved: of each row with an adapter, rank * (inputs + outputs) * sizeof(X), from the L2
-// cache where rows share an adapter, and the row of the product. b is not read where it is 0.
+// Bytes moved: rank * (inputs + outputs) * sizeof(X) per row with an adapter, from the L2 cache
+// if rows share an adapter, and the row of the product. Zero spans of b are not read.
 // Bench: python -m tridecode.tools.bench.studies.adapters
 #include "common/epilogue.cuh"
 #include "common/hopper.cuh"
@@ -19,22 +19,22 @@ namespace tridecode {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kItems = 4;   // vectors of 8 columns of a thread
-constexpr int kRanks = 64;  // whose sums are in shared memory at a time
+constexpr int kItems = 4;   // vectors of 8 columns per thread
+constexpr int kRanks = 64;  // ranks whose sums are in shared memory at a time
 constexpr int kMostBlocks = 8;
-constexpr int kSpan = 64;  // outputs of a span
+constexpr int kSpan = 64;  // outputs per span
 
 using Task = tridecode_adapters_task;
 using Pair = tridecode_adapter_pair;
 
-// kPlain: out may have an activation. kGated: an activation that joins the halves of the outputs.
+// kPlain: no or an elementwise activation. kGated: an activation that combines the output halves.
 enum Form { kPlain, kGated, kNorm };
 
 __host__ __device__ constexpr bool joins_halves(int activation) {
   return is_gated(activation) || activation == kRowsGeglu;
 }
 
-// Eight numbers that another kernel wrote, from the L2 cache.
+// Loads eight elements that another kernel wrote, from the L2 cache.
 template <typename X>
 __device__ __forceinline__ void load8_shared(const X* from, float (&values)[8]) {
   uint4 words[sizeof(X) / 2];
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load8_shared(const X* from, float (&values)[8]) 
   load8(reinterpret_cast<const X*>(words), values);
 }
 
-// Eight numbers that are read once.
+// Loads eight elements that are read once.
 template <typename X>
 __device__ __forceinline__ void load8_once(const X* from, float (&values)[8]) {
   uint4 words[sizeof(X) / 2];
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load8_once(const X* from, float (&values)[8]) {
   load8(reinterpret_cast<const X*>(words), values);
 }
 
-// sums[r] = the part of x * a[r]^T of this block's share of the inputs, r < count. Each warp
-// computes two at a time. AHEAD: loads in flight of each.
+// sums[r] = x * a[r]^T over this block's share of the inputs, r < count. Each warp computes two
+// sums at a time. AHEAD: loads in flight per sum.
 template <typename X, int AHEAD>
 __device__ __forceinline__ void shrink(const X* x, const X* a, int inputs, int count, float* sums) {
   const int warps = kThreads / 32, lane = threadIdx.x % 32, vectors = inputs / 8;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void shrink(const X* x, const X* a, int inputs, int c
   }
 }
 
-// delta += sums[r - first] * b[r] of one vector of outputs, over the ranks r of its span.
+// delta += sums[r - first] * b[r] for one vector of outputs, over the ranks r of its span.
 template <typename X>
 __device__ __forceinline__ void expand(const Pair& pair, const float* sums, int first, int count,
                                        int64_t outputs, int vector, float (&delta)[8]) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ float load_from(const float* pointer, int rank) {
   return value;
 }
 
-// The barrier of a cluster that makes the writes to shared memory before it visible behind it.
+// A cluster barrier that makes earlier writes to shared memory visible to the cluster.
 __device__ __forceinline__ void cluster_sync_memory() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -120,12 +120,12 @@ __device__ __forceinline__ void cluster_sync_memory() {
 
 #endif
 
-// Shared memory of the sums of kRanks ranks.
+// The sums of kRanks ranks in shared memory.
 struct Sums {
-  float* own;     // of this block's inputs
-  float* joined;  // of all inputs
+  float* own;     // over this block's inputs
+  float* joined;  // over all inputs
 
-  // Returns the sums of all inputs. Every thread of the cluster calls it, and then `leave`.
+  // Returns the sums over all inputs. Every thread of the cluster calls it, and then `leave`.
   __device__ __forceinline__ const float* join(int count) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (gridDim.x > 1) {
@@ -145,7 +145,7 @@ struct Sums {
     return own;
   }
 
-  // Makes it safe to write `own`, and to end.
+  // Waits until `own` may be overwritten, or the block may exit.
   __device__ __forceinline__ void leave() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (gridDim.x > 1) cluster_wait();
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Returns a status other than 0 unless vectors of 8 numbers are aligned, and a row has as many as
-// its threads hold.
+// Returns 0 if vectors of 8 elements are aligned and a row fits into its threads, else an error
+// status.
 int check_task(const Task& task, int columns) {
   const int blocks = task.blocks;
   if (task.inputs % 8 || columns % 8 || task.x_stride % 8 || task.out_stride % 8 ||

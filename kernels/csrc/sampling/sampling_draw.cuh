@@ -264,12 +264,12 @@ struct OfRow {
         if (first + i < row.vocab && x[i] != -CUDART_INF_F) body(x[i], first + i);
     }
   }
-  // Lists the kept ids of each kCandidates columns first: noise is computed for full warps of them.
+  // First lists the kept ids of each kCandidates columns, so that full warps compute their noise.
   template <typename Keeps>
   __device__ __forceinline__ u64 winner(Shared& shared, const RowOf&, Keeps keeps) const {
     u64 best = 0;
     for (int tile = 0; tile < row.vocab; tile += kCandidates) {
-      __syncthreads();  // the list of the tile before has been read
+      __syncthreads();  // the list of the previous tile has been read
       if (threadIdx.x == 0) shared.count = 0;
       __syncthreads();
 #pragma unroll 1

@@ -1,36 +1,36 @@
-// The most likely tokens of rows whose requests want them, by the logits before biases, bans,
-// temperature and penalties; and the rank and log-probability of the token that `sample` chose.
+// The most likely tokens of rows that request them, by the logits before biases, bans, temperature
+// and penalties; and the rank and log-probability of the token that `sample` chose.
 //
-// keep_raw runs before `sample`, which edits single logits in place: it keeps their values.
-// top_log_probs runs after it and puts them back. Several blocks sweep a row in chunks of 4096 ids,
-// whose results do not depend on how many blocks there are; the last block to arrive joins the
-// chunks. Rows that want nothing leave at once, so that both kernels can be in every CUDA graph.
+// keep_raw runs before `sample` and saves the logits that `sample` edits. top_log_probs runs after
+// it and restores them. Several blocks scan a row in chunks of 4096 ids; the results of a chunk do
+// not depend on the number of blocks. The last block to arrive merges the chunks. Blocks of other
+// rows return at once, so that both kernels can be in every CUDA graph.
 //
-// A chunk's best: every thread finds the best of its 16 ids, and the 20th best of these 256 is a
-// bound that at least 20 ids reach, at most 20 * 16. They are listed and sorted 32 at a time. Ids
-// are part of the keys, so equal logits need no special case: the lower id goes first.
+// Top 20 of a chunk: every thread finds the best of its 16 ids. The 20th best of these 256 is a
+// threshold that at least 20 and at most 20 * 16 ids reach. These ids are listed and sorted 32 at a
+// time. Keys include the id, so that the lower of two ids with equal logits comes first.
 //
-// Bytes moved: 4 * V a row that wants them.
+// Bytes moved: 4 * V per row that requests them.
 #include "sampling/sampling_row.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kTop = 20;                       // tokens of a row, besides the chosen one
-constexpr int kOutputs = 1 + kTop;             // ids, or values, of a row
-constexpr int kLanes = 32;                     // length of a sorted list: one key a lane
-constexpr int kEach = 16;                      // ids of a thread
-constexpr int kTopChunk = kEach * kThreads;    // ids
-constexpr int kMostCandidates = kTop * kEach;  // of a chunk
+constexpr int kTop = 20;                       // tokens per row, besides the chosen one
+constexpr int kOutputs = 1 + kTop;             // ids, or values, per row
+constexpr int kLanes = 32;                     // length of a sorted list: one key per lane
+constexpr int kEach = 16;                      // ids per thread
+constexpr int kTopChunk = kEach * kThreads;    // ids per chunk
+constexpr int kMostCandidates = kTop * kEach;  // per chunk
 constexpr int kEndIds = sizeof(Slot::end_ids) / sizeof(int);
 constexpr int kKeepThreads = 128;
 
 struct TopTask : tridecode_top_log_probs_task {
-  int chunks, chunks_each;  // of a row, of a block
-  int64_t row_bytes;        // of scratch
+  int chunks, chunks_each;  // per row, per block
+  int64_t row_bytes;        // scratch bytes per row
 };
 
-// Calls body(id, place) for ids whose logits `sample` may edit. place: in the row's kept values.
+// Calls body(id, place) for ids whose logits `sample` may edit. place: index in the saved values.
 template <typename Body>
 __device__ __forceinline__ void each_edited(const TopTask& task, const Slot& s, int slot,
                                             Body body) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ u64 sorted(u64 key, int lane) {
   return key;
 }
 
-// The 32 largest keys of two sorted lists, sorted.
+// Returns the 32 largest keys of two sorted lists, sorted.
 __device__ __forceinline__ u64 joined(u64 a, u64 b, int lane) {
   const u64 reversed = __shfl_sync(kAll, b, kLanes - 1 - lane);
   u64 key = a > reversed ? a : reversed;
@@ -94,7 +94,7 @@ struct TopShared {
   bool is_last;
 };
 
-// Joins the sorted lists of all warps into shared.lists[0], which every thread may then read.
+// Merges the sorted lists of all warps into shared.lists[0], which every thread may then read.
 __device__ __forceinline__ void join_warps(TopShared& shared, u64 list) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   shared.lists[warp][lane] = list;
@@ -112,12 +112,12 @@ __device__ __forceinline__ void join_warps(TopShared& shared, u64 list) {
 struct Values {
   float x[kEach];
   int first, vocab;
-  // The i-th id of this thread; they ascend.
+  // Returns the i-th id of this thread, in ascending order.
   __device__ __forceinline__ int id(int i) const { return first + i / 4 * (4 * kThreads) + i % 4; }
   __device__ __forceinline__ bool has(int i) const { return id(i) < vocab; }
-  // Adding 0 makes the two zeros equal.
+  // Adds 0, so that -0 equals 0.
   __device__ __forceinline__ u64 key(int i) const { return rank_of(x[i] + 0.0f, id(i)); }
-  // Loads them; minus infinity beyond the vocabulary. wide: float4 loads.
+  // Loads the logits; minus infinity beyond the vocabulary. wide: float4 loads.
   __device__ __forceinline__ void load(const float* logits, bool wide) {
 #pragma unroll
     for (int i = 0; i < kEach; i += 4) {
@@ -130,7 +130,7 @@ struct Values {
       }
     }
   }
-  // The key of the best one; 0: there is none.
+  // Returns the key of the best id; 0: none.
   __device__ __forceinline__ u64 best(float& most) const {
     int at = 0;
     most = x[0];
@@ -154,8 +154,8 @@ struct Values {
   }
 };
 
-// Writes the best 32 of a chunk, its log-sum-exp, and the number of its logits that reach the
-// chosen token's.
+// Writes the best 32 keys of a chunk, its log-sum-exp, and the number of its logits that are at
+// least the chosen token's.
 __device__ __forceinline__ void sweep_chunk(TopShared& shared, const Values& values, u64* list,
                                             Sum* sum, int* reached) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -194,13 +194,13 @@ __device__ __forceinline__ void sweep_chunk(TopShared& shared, const Values& val
   __stcg(reached, shared.reached);
 }
 
-// Puts the kept values of columns first .. end - 1 back, and finds the chosen token's logit.
+// Restores the saved values of columns first .. end - 1, and finds the chosen token's logit.
 __device__ __forceinline__ void restore(TopShared& shared, const TopTask& task, const Slot& s,
                                         int slot, int index, int first, int end) {
   float* const logits = task.logits + index * task.logits_stride;
   const float* const kept = task.kept + index * task.kept_stride;
   const int chosen = min(max(task.tokens[index], 0), task.vocab_size - 1);
-  // another block may be writing this column now, but then the kept value replaces what is read
+  // another block may be writing this column, but then the saved value replaces the one read here
   if (threadIdx.x == 0) shared.chosen = __ldcg(logits + chosen);
   __syncthreads();
   each_edited(task, s, slot, [&](int id, int place) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 4) top_log_probs(const __grid_consta
   if (s.top_log_probs < 0) return;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const float* const logits = task.logits + index * task.logits_stride;
-  // scratch of a row: a list, a Sum and a count a chunk
+  // scratch of a row: a list, a Sum and a count per chunk
   u64* const lists =
       reinterpret_cast<u64*>(static_cast<char*>(task.scratch) + index * task.row_bytes);
   Sum* const sums = reinterpret_cast<Sum*>(lists + kLanes * task.chunks);

@@ -10,7 +10,7 @@ using PrefillTask = tridecode_attention_task;
 bool takes_prefill_sm90a(const PrefillTask& task);
 int run_prefill_sm90a(const PrefillTask& task, void* stream);
 int run_limited_prefill(const PrefillTask& task, void* stream);
-// Few queries behind a long prefix: prefill_split.cuh.
+// Few queries after a long prefix: prefill_split.cuh.
 int run_split(const PrefillTask& task, void* stream);
 int run_split_8bit(const PrefillTask& task, void* stream);
 int run_split_limited(const PrefillTask& task, void* stream);

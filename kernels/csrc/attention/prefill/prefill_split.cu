@@ -5,7 +5,7 @@ using namespace tridecode;
 
 int64_t tridecode_prefill_attention_splits(int head_size, int dtype, int block_tokens,
                                            int is_limited) {
-  // of the largest block, with a margin for the division of many rows
+  // shared memory of the largest block, with a margin for the division of many rows
   const int bytes = SplitTiles<half, half, 128>::kBytes + (8 << 10);
   return takes_split_size(head_size, is_limited) && dtype != kFloat32 && block_tokens % 16 == 0 &&
          device().capability >= 80 && device().shared_bytes >= bytes;

@@ -1,4 +1,4 @@
-// Causal attention of few queries per row behind a long prefix, ragged, with or without ALiBi, over
+// Causal attention of few queries per row after a long prefix, ragged, with or without ALiBi, over
 // a cache of 16 or 8 bits; LIMITED: with a window or a soft cap. Fresh prompts read keys and values
 // from the output of the projection if the cache has 16 bits.
 //
@@ -20,11 +20,11 @@
 namespace tridecode {
 namespace {
 
-constexpr int kMostWarps = 8;      // of a block
-constexpr int kCombineWarps = 8;   // of a block of the second launch
-constexpr int kCombineBlocks = 2;  // of the second launch, per multiprocessor
+constexpr int kMostWarps = 8;      // per block
+constexpr int kCombineWarps = 8;   // per block of the second launch
+constexpr int kCombineBlocks = 2;  // per multiprocessor, in the second launch
 
-// Two columns of a lane: 8 apart.
+// The two columns of a lane, which are 8 apart.
 struct LaneColumns {
   int query[2], head[2];
   bool present[2];
@@ -44,7 +44,7 @@ struct LaneColumns {
   }
 };
 
-// Grid: task.blocks. A block has a warp for each 16 columns.
+// Grid: task.blocks. A block has one warp per 16 columns.
 template <typename X, typename C, int D, bool LIMITED>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     prefill_attention_split(const __grid_constant__ SplitTask task) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       if (!active) continue;
       float scores[kKeys / 8][4] = {};
       Sums::score(scores, keys, [&](int k) -> const uint32_t (&)[4] { return q[k]; });
-      // some key may be hidden from some query, or scores are not only multiplied
+      // masking, biases or a soft cap may apply
       const bool masked =
           task.slopes || scale <= 0.0f || (tile + 1) * kKeys > found.before + item.first_query + 1;
       if constexpr (LIMITED) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       sums.weigh(scores, LIMITED || masked ? 1.0f : scale);
       sums.add_values(scores, keys + Tiles::kTile);
     }
-    __syncthreads();  // the next chunk's tiles are loaded to the places of these
+    __syncthreads();  // the next chunk's tiles overwrite these
     if (!active) continue;
     sums.finish();
     const int slot = division.before[r].y + within;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   if (!waited) wait_for_predecessor();
 }
 
-// Combines the parts of items; a warp takes one column.
+// Combines the parts of items; each warp processes one column.
 template <typename X, int D>
 __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocks)
     combine_prefill_parts(const __grid_constant__ SplitTask task) {
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocks)
   const Division division = divide(task, before);
   wait_for_predecessor();
   if (division.parts() == 0) return;
-  constexpr int kChunks = (D + 127) / 128;  // of 128 dims, four a lane
+  constexpr int kChunks = (D + 127) / 128;  // chunks of 128 dims, four per lane
   const int lane = threadIdx.x % 32;
   const int* const starts = task.query_starts + task.first_row;
   const int origin = task.query_starts[task.origin_row];
@@ -232,7 +232,7 @@ template <typename X, typename C, int D, bool LIMITED>
 int run_split_size(const PrefillTask& given, void* stream) {
   const int group = given.heads / given.kv_heads, multiprocessors = device().multiprocessors;
   const int warps = std::min(kMostWarps, ceil_div(int64_t(given.max_query) * group, 16));
-  // smaller blocks share a multiprocessor
+  // small blocks: several per multiprocessor
   const SplitTask task = {given, group, 16 * warps, (warps <= 4 ? 2 : 1) * multiprocessors,
                           keys_of(D)};
   const int64_t floats = parts_of(task.blocks) * task.columns * (D + 2);
@@ -247,8 +247,8 @@ int run_split_size(const PrefillTask& given, void* stream) {
                 32 * kCombineWarps, division_bytes(task), stream, task);
 }
 
-// Return whether there is a kernel for the head size. Those of 80 and 112 belong to no published
-// model with windows or soft caps.
+// Return whether there is a kernel for the head size. No published model with windows or soft caps
+// has head size 80 or 112.
 inline bool takes_split_size(int head_size, bool is_limited) {
   return head_size == 64 || head_size == 96 || head_size == 128 || head_size == 256 ||
          (!is_limited && (head_size == 80 || head_size == 112));

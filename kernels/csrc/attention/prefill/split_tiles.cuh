@@ -1,5 +1,5 @@
-// Loads of key and value tiles for prefill_split.cuh: a ring of tiles in shared memory, filled by
-// asynchronous copies. 8-bit tiles lie in the ring as stored and are dequantised to one tile of X
+// Loads key and value tiles for prefill_split.cuh into a ring of tiles in shared memory, with
+// asynchronous copies. The ring holds 8-bit tiles as stored; they are dequantised to a tile of X
 // when they are used, with the rounding of expand_cache.cu.
 #pragma once
 #include "attention/prefill/split_work.cuh"
@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kStages = 3;  // tiles in the ring
 
-// The place of a row's keys and values.
+// Addresses of a row's keys and values.
 template <typename X, typename C>
 struct SplitSource {
-  const X* fresh;  // a prompt without earlier tokens: its first key in qkv, else null
+  const X* fresh;  // first key in qkv of a prompt without cached tokens, else null
   const int* table;
   int64_t stride;  // of qkv
   int kv_head, visible;
@@ -33,7 +33,7 @@ struct SplitSource {
     source.reciprocal = 0xffffffffu / task.block_tokens + 1;
     return source;
   }
-  // Index of a token's key, in rows of head_size numbers. Exact: a context times block_tokens is
+  // Index of a token's key, in rows of head_size elements. Exact, because context * block_tokens is
   // below 2^32.
   __device__ __forceinline__ int64_t row_of(const SplitTask& task, int token) const {
     const int entry = __umulhi(unsigned(token), reciprocal);
@@ -47,7 +47,7 @@ template <typename X, typename C, int D>
 struct SplitTiles {
   static_assert(std::is_same<C, X>::value);
   static constexpr int kKeys = keys_of(D);
-  static constexpr int kTile = kKeys * row_pitch(D);  // numbers of a tile of keys or of values
+  static constexpr int kTile = kKeys * row_pitch(D);  // elements of a tile of keys or values
   static constexpr int kBytes = kStages * 2 * kTile * int(sizeof(X));
   X* const ring;
 
@@ -75,13 +75,13 @@ struct SplitTiles {
       copy16_async(to + kTile, from + to_value, valid);
     }
   }
-  // Return the keys of a tile that has arrived; its values lie kTile numbers behind.
+  // Return the keys of a loaded tile; its values follow at offset kTile.
   __device__ __forceinline__ const X* take(int, int, int stage) const {
     return ring + stage * 2 * kTile;
   }
 };
 
-// Sixteen stored numbers times scale, as numbers of X.
+// Dequantises sixteen elements to X.
 template <typename X, typename C>
 __device__ __forceinline__ void dequantise(const uint4& stored, float scale, uint4 (&numbers)[2]) {
 #pragma unroll
@@ -122,14 +122,14 @@ struct SplitTiles8 {
       const C* const from = static_cast<const C*>(task.cache) + row * D + d;
       copy16_async(keys + place * D + d, from, valid);
       copy16_async(keys + kStored + place * D + d, from + to_value * D, valid);
-      if (d == 0 && place % 4 == 0) {  // the scales of four tokens, of one block
+      if (d == 0 && place % 4 == 0) {  // scales of four tokens of one block
         char* const scales = keys + 2 * kStored + place * sizeof(float);
         copy16_async(scales, task.cache_scales + row, valid);
         copy16_async(scales + kScales, task.cache_scales + row + to_value, valid);
       }
     }
   }
-  // Called by the whole block. The tile holds zeros from token `visible` on.
+  // Called by all threads of the block. The tile is zero from token `visible` on.
   __device__ __forceinline__ const X* take(int tile, int visible, int stage) const {
     constexpr int kPieces = D / 16;
     const char* const stored = ring + stage * kStage;

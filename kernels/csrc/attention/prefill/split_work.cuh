@@ -1,26 +1,26 @@
-// Divides prefill attention of few queries behind a long prefix among blocks. An item is a block of
-// columns of a row and kv head; a column is a query of one head: heads of a query are neighbours,
-// queries follow each other. The key tiles of an item are cut into parts of nearly equal length,
-// about as many in all as there are blocks. A block computes chunks: one part of an item each.
+// Divides prefill attention of few queries after a long prefix among blocks. A column is a query of
+// one head; heads of a query are adjacent. An item is a group of columns of one row and kv head.
+// The key tiles of each item are split into parts of nearly equal length, about as many in total as
+// there are blocks. A chunk is one part of one item; each block computes several chunks.
 //
-// The device computes this from query_starts and context_lens, so that the grid does not depend on
-// them.
+// The device computes the division from query_starts and context_lens, so that the grid does not
+// depend on them.
 #pragma once
 #include "common/common.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kLeastTiles = 4;  // of a part
+constexpr int kLeastTiles = 4;  // minimum tiles of a part
 
-// Keys of a tile.
+// Keys per tile.
 __host__ __device__ constexpr int keys_of(int head_size) { return head_size <= 128 ? 64 : 32; }
 
 struct SplitTask : tridecode_attention_task {
-  int group;    // query heads of a kv head
-  int columns;  // of an item
-  int blocks;   // among which the tiles are divided
-  int keys;     // of a tile
+  int group;    // query heads per kv head
+  int columns;  // columns per item
+  int blocks;   // blocks that share the tiles
+  int keys;     // keys per tile
 
   // The first tile that a query at `position` sees.
   __device__ __forceinline__ int first_tile(int position) const {
@@ -29,12 +29,12 @@ struct SplitTask : tridecode_attention_task {
 };
 
 struct SplitRow {
-  int start, queries;  // its tokens
+  int start, queries;  // first token and number of tokens
   int before;          // tokens from earlier steps
-  int tiles, items;    // tiles that any of its queries sees
-  int parts;           // of an item, at most
+  int tiles, items;    // tiles visible to any of its queries, items of the row
+  int parts;           // maximum parts of an item
 
-  // length: tiles of a part, at most.
+  // length: maximum tiles of a part.
   static __device__ __forceinline__ SplitRow of(const SplitTask& task, int row, int length) {
     SplitRow found;
     found.start = task.query_starts[row] - task.query_starts[task.origin_row];
@@ -50,7 +50,7 @@ struct SplitRow {
   }
 };
 
-// The columns of an item and the keys that any of them sees.
+// The columns of an item and the keys visible to any of them.
 struct SplitItem {
   int first, count;  // columns
   int first_query;
@@ -91,7 +91,7 @@ inline int division_bytes(const SplitTask& task) {
   return (task.num_rows - task.first_row + 1) * int(sizeof(int2));
 }
 
-// Called by the whole block. before: division_bytes of shared memory.
+// Called by all threads of the block. before: division_bytes of shared memory.
 __device__ __forceinline__ Division divide(const SplitTask& task, int2* before) {
   __shared__ int shared_length;
   const int rows = task.num_rows - task.first_row;
@@ -128,8 +128,8 @@ __device__ __forceinline__ Division divide(const SplitTask& task, int2* before) 
   return {before, rows, shared_length};
 }
 
-// Floats of scratch memory for a column of a part: its output, its maximum and its sum. There are
-// at most two parts for each block: a row is divided if it has more than `length` tiles.
+// Floats of scratch memory for a column of a part: its output, maximum and sum. There are at most
+// two parts per block, because a row is divided only if it has more than `length` tiles.
 __host__ __device__ constexpr int64_t parts_of(int blocks) { return 2 * int64_t(blocks); }
 
 template <int D>

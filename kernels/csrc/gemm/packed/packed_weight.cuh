@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// (word & MASK) | BITS in one instruction. LOP3 takes one immediate: with two, ptxas emits two.
+// (word & MASK) | BITS in one LOP3, which takes one immediate: with two, ptxas emits two LOP3.
 template <uint32_t MASK, uint32_t BITS>
 __device__ __forceinline__ uint32_t mask_and_set(uint32_t word) {
   uint32_t mask, result;
