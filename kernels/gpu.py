@@ -24,7 +24,7 @@ log = logging.getLogger("tridecode.engine")
 #: codes of the activations in epilogues of GEMMs, and of those in a kernel of their own
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4, "geglu_tanh": 5}
 ROW_ACTIVATIONS = {"geglu": 6, "silu": 7}
-#: those of ACTIVATIONS that join pairs of outputs
+#: the ACTIVATIONS that combine pairs of outputs
 FUSED_GATES = ("swiglu", "geglu_tanh")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}

@@ -11,7 +11,7 @@ import msgspec
 LINE_START = b'{"id":"batch_req_'
 
 #: codes of lines that were never sent. Such a line is known by its number: it has no custom_id, or not one of
-#: its own, and once it is mended the same command sends it.
+#: its own, and once it is corrected the same command sends it.
 NOT_SENT = frozenset(
     {
         "invalid_json_line",

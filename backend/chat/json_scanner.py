@@ -13,7 +13,7 @@ _SCALAR = frozenset("-+.0123456789" + string.ascii_letters)  # characters of num
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\Z")
 _MAX_SCALAR = 512  # characters of a number
 _WORDS = ("true", "false", "null")
-#: what may come next
+#: expected next element
 _VALUE, _FIRST_ITEM, _FIRST_KEY, _KEY, _COLON, _COMMA = range(6)
 
 

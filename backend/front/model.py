@@ -158,7 +158,7 @@ class ServedModel:
         """Submit a request; `end` must follow. Raises what TextService.submit does."""
         ready = [i for i, state in enumerate(self.states()) if state.phase == "ready"]
         count = len(self._engines)
-        # those with equally many open requests take turns
+        # engines with equal numbers of open requests take turns
         number = min(ready or range(count), key=lambda i: (self._open[i], (i - self._last - 1) % count))
         self._last = number
         reader = Reader(self._bells)

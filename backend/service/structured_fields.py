@@ -35,7 +35,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "disable_additional_properties": (False,),
     "whitespace_pattern": (),
 }
-#: those without effect: there is one implementation of grammars
+#: fields without effect: there is one implementation of grammars
 _NO_EFFECT = ("disable_fallback", "backend", "backend_was_auto", "_backend", "_backend_was_auto")
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 

@@ -164,7 +164,7 @@ class Supervisor:
         if self.doors.hello(identity, hello, now):
             _log.info("door %s (pid %d) has come", hello.door, hello.pid)
             self.life.new_door(now, alone)
-        if self.place.number == 0:  # which alone starts it, and ends it
+        if self.place.number == 0:  # only this supervisor starts and ends it
             self.front.hear(hello)
         self._send(identity, self._state())
 

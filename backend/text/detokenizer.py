@@ -176,7 +176,7 @@ class WindowStream:
         """Return a place near the end where `ids` can be split so that both parts decode to `text` together,
         or 0.
 
-        An incomplete character has at most three bytes, hence three tokens.
+        An incomplete character has at most three bytes, and so at most three tokens.
         """
         for place in range(len(ids) - 1, max(0, len(ids) - 6), -1):
             if self._tokens.decode(ids[:place]) + self._tokens.decode(ids[place:]) == text:

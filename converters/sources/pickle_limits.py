@@ -1,7 +1,7 @@
 """An unpickler whose work is bounded: for files of torch.save, which are not trusted.
 
 No object of the file runs code of its own, but plain data can cost as much as code: keys whose hashes collide
-or nest (2^30 steps in 200 bytes), states that are copied again and again, numbers of megabytes. Here each
+or nest (2^30 steps in 200 bytes), states that are copied repeatedly, numbers of megabytes. Here each
 operation is charged, including what it copies, and the keys of dicts and sets must be short texts, integers
 or objects.
 """

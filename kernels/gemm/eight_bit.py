@@ -2,7 +2,7 @@
 
 `quantize_rows` quantises the rows of x, after the norm. On compute capability 9.0 the wgmma kernels of
 csrc/gemm/sm90 multiply (gemm_sm90_*_8bit.cu, gemm_sm90_*_two_parts.cu), or cuBLASLt for many tokens in E4M3;
-elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS by way of torch. table.py chooses.
+elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS through torch. table.py chooses.
 """
 
 from __future__ import annotations

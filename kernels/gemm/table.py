@@ -17,7 +17,7 @@ GEMMs with both operands in 8 bit (gemm/eight_bit.py): W8A8 has gemm_sm90_split_
 gemm_sm90_stream_k_8bit and gemm_sm90_even_split_8bit, and gemm_library for many tokens of fp8. int8 weights
 with x in two int8 parts have the first two, named *_two_parts, up to TWO_PARTS_TOKENS; beyond, expand_rows:
 the weight is dequantised to 16 bit, and one of the kernels above follows. Other GPUs have gemm_mma_tiles_8bit
-for W8A8 up to 64 tokens, and library_8_bit for more: cuBLAS by way of torch.
+for W8A8 up to 64 tokens, and library_8_bit for more: cuBLAS through torch.
 """
 
 from __future__ import annotations

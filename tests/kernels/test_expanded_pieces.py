@@ -307,7 +307,7 @@ def make(
     matrix = place.normal(outputs, inputs, dtype=torch.float32, scale=inputs**-0.5)
     format = "int8" if kind == "rows" else kind.split()[0]
     weight = round_to_nearest(matrix, format, 32 if kind == "int4 in groups" else 0)
-    if format == "int4":  # whose scales are rounded first
+    if format == "int4":  # scales of int4 are rounded first
         weight = replace(weight, scales=weight.scales.to(dtype).float())
     linear = Linear(weight, place.normal(outputs, dtype=dtype) if bias else None)
     # the latter packs int8, too

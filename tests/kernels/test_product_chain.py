@@ -210,6 +210,8 @@ def test_declines_what_it_does_not_compute(place: Place):
         assert not place.ops.linears([replace(dense[0], linear=linear), *dense[1:]])
     last = products[-1]
     assert not place.ops.linears([*products[:-1], replace(last, out=last.out.float())])
-    assert not place.ops.linears([products[0], products[2]])  # which does not read the first one's result
+    assert not place.ops.linears(
+        [products[0], products[2]]
+    )  # the second does not read the first one's result
     five = make_layer(place, "int8", 5, SHAPES[1], torch.float16, False)
     assert not place.ops.linears(five.products)

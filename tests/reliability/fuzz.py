@@ -141,7 +141,7 @@ SAMPLING = [  # vLLM's sampling_parameters
     b'{"no_repeat_ngram_size": 2, "typical_p": 0.5, "max_tokens": 2}',
     b'{"prompt_logprobs": 1, "best_of": 2, "max_tokens": 2}',
 ]
-SMALL = {"request_output_len", "max_tokens", "INPUT_1", "REQUEST_OUTPUT_LEN"}  # what costs steps
+SMALL = {"request_output_len", "max_tokens", "INPUT_1", "REQUEST_OUTPUT_LEN"}  # fields that cost steps
 VALUES = [
     None,
     True,

@@ -35,7 +35,7 @@ SERVING = ("idle", "plan", "step", "adapter")
 COPYING = ("copy-out", "copy-in")
 #: tokens for engines that copy: several full blocks
 LONG_PROMPT, COPY_SETTINGS = PROMPT * 14, {"host_cache_bytes": 8 << 20, "block_tokens": 8}
-#: what a culprit is called, by kind of accident
+#: kind of accident -> name of the culprit
 WORDS = {
     "kill": r"rank {rank} was killed by signal 9",
     "stop": r"rank {rank} (has been silent for [\d.]+ s \(stopped by a signal\)|is stopped by a signal)",

@@ -66,7 +66,7 @@ def test_a_rank_that_hangs_in_a_phase_after_loading_is_named_with_who_waits_for_
     ends = point == "graphs"
     late, phase, wait = PHASES[point]
     service = RankService(model[0], 2, 1, start_timeout_s=10 if ends else 600)
-    if point != "cache":  # which every start has
+    if point != "cache":  # every start has a cache
         service.environment["TRIDECODE_TEST_GPU_PHASES"] = "1"
     try:
         service.start(f"1:{point}:hang")

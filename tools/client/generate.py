@@ -43,7 +43,7 @@ def _numpy(dtype: str) -> Any:
 
 
 _OTHERS = ("end_id", "stop_words", "bad_words", "priority", "lora_name", GUIDE_TYPE, GUIDE)
-#: what a request may set: input of the text models -> its usual dtype (object: texts)
+#: inputs that a request may set: input of the text models -> its usual dtype (object: texts)
 SAMPLING = {
     field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs

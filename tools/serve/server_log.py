@@ -28,7 +28,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate: free the memory of what was read
 _TABLE = re.compile(r"[IWE]\d{4} \S+ \d+ \S+\] ?$")
 _LINE = re.compile(r"([IWE])\d{4} \S+ \d+ (\S+\] .*)", re.DOTALL)
 _LEVELS = {"I": "info", "W": "warning", "E": "error"}
-#: what Triton calls errors on a machine without a GPU
+#: errors that Triton logs on a machine without a GPU
 _WITHOUT_GPU = re.compile(r"CudaDriverHelper has not been initialized|unable to create stream for \S+: CUDA")
 #: failures of models to load, which `serve` reports with their reason
 _LOAD_FAILURE = re.compile(

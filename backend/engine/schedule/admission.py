@@ -56,7 +56,7 @@ class Counters:
 
     requests: int = 0
     refused: int = 0
-    resumed: int = 0  # those of `requests` that an engine that is gone had begun
+    resumed: int = 0  # requests that a previous engine had begun
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0  # also outputs that are computed again
     output_tokens: int = 0

@@ -104,7 +104,7 @@ class BeamSearch:
         for beam in running:
             beam.sequence = first or self.first.split(self.first.index)
             if first is None:
-                beam.sequence.extra_outputs = None  # those of the prompt are the first one's
+                beam.sequence.extra_outputs = None  # the first beam returns the prompt's
             beam.sequence.output, first = beam.output, None
         self.is_over = not running
 
@@ -289,7 +289,7 @@ class BeamSearch:
             beam.sequence = sequence
             if id(sequence) in taken:
                 beam.sequence = sequence.split(sequence.index)
-                beam.sequence.extra_outputs = None  # those of the prompt are the first one's
+                beam.sequence.extra_outputs = None  # the first beam returns the prompt's
                 self.branch(sequence, beam.sequence)
             taken.add(id(sequence))
         for beam, _ in running:

@@ -235,7 +235,7 @@ class PrefillPlanner:
         if self._cache.lengths[sequence.slot] < sequence.prefill:
             return False
         if sequence.params.only_pools:
-            self._decode.begin(sequence)  # which drains it
+            self._decode.begin(sequence)  # drains it
             return False
         sequence.in_flight += 1
         for follower in sequence.group.followers:

@@ -56,7 +56,7 @@ def join(kinds: list[Rows]) -> Rows:
         queries=max(rows.queries for rows in kinds),
         starts=[start for rows in kinds for start in rows.starts],
         masked=[sequence for rows in kinds for sequence in rows.masked],
-        late=kinds[0].late,  # those that decode come first
+        late=kinds[0].late,  # decode rows come first
         **{name: np.concatenate([getattr(rows, name) for rows in kinds]) for name in _JOINED},
     )
 

@@ -112,7 +112,7 @@ class _Form:
     def feed(self, data: bytes) -> None:
         """Raises ApiError for what is not a form with these fields."""
         before = self.held
-        if data and not self._ended:  # what follows the end is ignored, as RFC 2046 wants it
+        if data and not self._ended:  # data after the end is ignored, as in RFC 2046
             try:
                 self._parser.write(data)
             except FormParserError as error:

@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_headers()
 
     def on_headers_complete(self) -> None:
-        if self._header_bytes > MAX_HEADER_BYTES:  # which may count bytes of the body
+        if self._header_bytes > MAX_HEADER_BYTES:  # the count may include bytes of the body
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > MAX_HEADER_BYTES:
                 self._refuse_headers()

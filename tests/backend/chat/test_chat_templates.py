@@ -23,7 +23,7 @@ MESSAGES = [
     {"role": "assistant", "content": "Twelve metres.", "reasoning_content": "Charts say so."},
 ]
 TOOL = {"type": "function", "function": {"name": "depth", "parameters": {"x": {"type": "number"}}}}
-#: what published templates use: loops and their controls, tojson, macros, namespaces, dates, generation
+#: features of published templates: loops and their controls, tojson, macros, namespaces, dates, generation
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '\\n' }}{% endfor %}",
     "loop controls": "{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}"

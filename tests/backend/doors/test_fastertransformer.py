@@ -400,7 +400,7 @@ def test_a_door_that_falls_behind_merges_and_loses_nothing():
             assert request.sender.wait(60)
             check_slow(i, request.sender.sent)
             assert len(request.sender.sent) < 60
-        assert time.monotonic() - began < 8 * 120 * 0.02 / 4  # what 4 senders would take one by one
+        assert time.monotonic() - began < 8 * 120 * 0.02 / 4  # the time of 4 senders one by one
 
 
 def test_a_door_that_is_told_to_never_merges():
@@ -763,7 +763,7 @@ def test_a_request_is_let_go_when_it_has_ended(door, case):
     request = fake_triton.InferenceRequest({name: array.copy() for name, array in arrays.items()})
     held = weakref.ref(request.inputs()[0])
     gc.collect()
-    gc.disable()  # what only the collector would free counts as held
+    gc.disable()  # objects that only the collector would free count as held
     try:
         fake_triton.ask(door, request)
         request.sender._request = None  # a cycle of the stand-in itself

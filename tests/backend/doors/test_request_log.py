@@ -159,7 +159,7 @@ def test_records_as_json_have_their_traceback():
 
 
 SECRET = "tell nobody of the purple elephant"
-#: what a client may send wrongly: inputs or, as parameters, fields that HTTP's generate endpoint hands over
+#: mistakes of a client: inputs or, as parameters, fields that HTTP's generate endpoint hands over
 MISTAKES = {
     "no mistake": {},
     "too long": {"text_input": SECRET * 100},

@@ -24,7 +24,7 @@ ANSWER = [11, 12, 13, 14, 15]
 
 @contextlib.contextmanager
 def serving(decoupled=True, says=(*ANSWER, EOS), parameters=None, model=None, **engine):
-    """says: the ids that the model generates after any prompt, the last one again and again. model: of the
+    """says: the ids that the model generates after any prompt, the last one repeatedly. model: of the
     fake engine, instead."""
     limits = msgspec.structs.replace(LIMITS, vocab_size=600)
     settings = fake_triton.model_config("tensorrt_llm", INPUTS, OUTPUTS, parameters or {}, decoupled, 64)

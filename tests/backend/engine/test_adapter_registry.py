@@ -29,7 +29,7 @@ class SteeredLoader:
 
     def start(self, number: int, name: str) -> None:
         assert number not in self.loaded
-        held = set(self.loaded) - set(self.adapters._dropped)  # those go with the next plan
+        held = set(self.loaded) - set(self.adapters._dropped)  # dropped ones go with the next plan
         assert len(held) + len(self.running) < self.max_loras, "more adapters than there is room for"
         self.running[name] = number
 

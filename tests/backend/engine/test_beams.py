@@ -376,7 +376,7 @@ def test_a_request_that_is_ended_gives_all_back_and_ends_once(params, count, ste
     cache = run.scheduler.cache
     assert (cache.index.num_available, cache.reserved, cache.num_free_slots) == (40, 0, 4)
     run.take(run.scheduler.take_events())
-    run.finish()  # what was in flight is dropped
+    run.finish()  # steps in flight are dropped
     assert [run.ends[1, i][0].finish for i in range(count)] == [how] * count
     assert run.scheduler.num_waiting == run.scheduler.num_running == 0
 

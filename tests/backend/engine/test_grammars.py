@@ -247,7 +247,7 @@ def test_a_preempted_answer_goes_on_as_it_would_have() -> None:
     assert small.scheduler.counters.preemptions > 0 and found == wanted
 
 
-#: what the schema or grammar is, part of the refusal
+#: kind of schema or grammar -> it, and part of the refusal
 REFUSED = {
     "uniqueItems": (schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     "dependentRequired": (schema({"type": "object", "dependentRequired": {"a": ["b"]}}), "dependentRequired"),

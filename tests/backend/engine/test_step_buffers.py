@@ -54,7 +54,7 @@ def test_each_of_a_rows_last_tokens_is_sampled_in_its_slot() -> None:
 
 def test_a_padded_plan_of_several_tokens_a_row_keeps_its_rows_in_front() -> None:
     buffers = StepBuffers(32, 8, 4, torch.device("cpu"))
-    buffers.load(plan_of([(slot, 30, [1], 1) for slot in range(4)], num_decodes=4))  # what lies there before
+    buffers.load(plan_of([(slot, 30, [1], 1) for slot in range(4)], num_decodes=4))  # previous contents
     plan = plan_of([(3, 5, [-1, 7], 2), (1, 9, [4], 1)], num_decodes=2, queries=2)
     plan.context_lens[0] = -1
     batch = buffers.load_rows(plan, 4, 2, 32)
@@ -76,7 +76,7 @@ def test_a_row_without_a_sample_has_none() -> None:
 
 def test_padded_rows_read_and_write_nothing() -> None:
     buffers = StepBuffers(32, 4, 4, torch.device("cpu"))
-    buffers.load(plan_of([(slot, 30, [1], 1) for slot in range(4)], num_decodes=4))  # what lies there before
+    buffers.load(plan_of([(slot, 30, [1], 1) for slot in range(4)], num_decodes=4))  # previous contents
     for _ in range(StepBuffers.RING):
         batch = buffers.load_padded(decode_plan(1), 3, 32)
     assert batch.kv_slots.tolist() == batch.sample_slots.tolist() == [-1] * 3

@@ -50,7 +50,7 @@ def test_prompts_and_sequences_around_the_limit(family: str, scarce: bool):
     few = {"cache_bytes": 13 * block_bytes, "max_sequence_tokens": 80} if scarce else {}
     offline = offline_engine(model, max_step_tokens=10, **few)
     answers = offline.generate(prompts, SamplingParams(max_tokens=new))
-    grown = family == "phi3"  # those that outgrow the limit are computed again
+    grown = family == "phi3"  # sequences beyond the limit are computed again
     assert (offline.scheduler.counters.preemptions > 0) == (scarce or grown)
     for prompt, answer in zip(prompts, answers):
         tokens, logits = hf_greedy(model, prompt, new)

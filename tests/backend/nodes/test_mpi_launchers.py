@@ -16,7 +16,7 @@ from tridecode.backend.nodes.launchers import find_place
 from tridecode.backend.nodes.mpi_library import ABI, LIBRARY, MPICH, OPEN_MPI
 
 NODE = Path(__file__).with_name("mpi_node.py")
-#: what `srun --mpi=pmix` sets besides PMIX_RANK; prterun speaks PMIx and sets nothing of Open MPI's own
+#: variables that `srun --mpi=pmix` sets besides PMIX_RANK; prterun uses PMIx and sets none of Open MPI's
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 
 

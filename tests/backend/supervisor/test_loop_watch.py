@@ -16,7 +16,7 @@ from tridecode.backend.supervisor.loop_watch import LoopWatch, place_of
 
 LOOK_S, SECONDS = 0.05, 0.6
 
-#: what a loop's thread does, and whether that is a sleep that nothing ends; run in a process of its own
+#: state of a loop's thread -> its code, and whether it sleeps forever; run in a separate process
 LOOPS = {
     "a lock that nobody releases": ("threading.Lock().acquire(); threading.Event().wait()", True),
     "a long sleep": ("time.sleep(60)", True),

@@ -228,7 +228,7 @@ def test_an_engine_whose_files_cannot_be_written_is_served_on(world):
     ready = door.wait("ready")
     (
         world.folder / "state.json.new"
-    ).mkdir()  # what root, too, cannot write; a full disk fails in the same place
+    ).mkdir()  # root cannot write it either; a full disk fails in the same place
     os.kill(world.ranks()[0], signal.SIGKILL)
     door.wait("down")
     assert door.wait("ready", ready.epoch + 1).epoch == ready.epoch + 1
@@ -265,7 +265,7 @@ def test_nothing_is_left_of_a_killed_server(world, tmp_path):
     script.write_text("import time; time.sleep(600)")
     arguments = [str(tmp_path / "triton_python_backend_stub"), str(script), region.name, "1", "1"]
     arguments += [str(world.server.pid), str(tmp_path), "1", "toy_0_0", "DEFAULT"]
-    stub = subprocess.Popen(arguments, executable=sys.executable)  # what a stub's command line looks like
+    stub = subprocess.Popen(arguments, executable=sys.executable)  # has a stub's command line
     world.processes.append(stub)
     world.door(shm_region=known.name).wait("ready")
     folder = world.folder

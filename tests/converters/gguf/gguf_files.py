@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-#: what a wrong split, prefix or merge shows on
+#: texts that reveal a wrong split, prefix or merge
 HARD_TEXTS = (
     "hello world", " hello", "hello ", "  two  blanks   three", "a\n\nb \n c\t\td\r\ne", "\n", " ", "",
     "I'M here, it's 'LL we'Re don't", "1234567 12 3.14159 ½ ٣٤٥", "x=1+2;y<=3|z^2 `code` ~ $5 100%",

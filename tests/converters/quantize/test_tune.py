@@ -36,7 +36,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, unpacked
 CPU = torch.device("cpu")
 GROUP = 16
 FEW = Tuning(steps=80, tokens=80, level_rate=1e-2, together_steps=0)
-#: what changes which parameters a layer has, and where they lie
+#: families and settings that change the parameters of a layer and their places
 CASES = [
     "gpt2",
     "bloom",

@@ -165,7 +165,7 @@ def _names(case: Case, error: dict[str, Any]) -> bool:
     """Return whether an error says which field it is about, or one above it."""
     said = f"{error['param']} {error['message']}"
     words = [step for step in case.place if isinstance(step, str)]
-    words += ["lora_path"] if "lora" in case.route else []  # which is wrong in all cases
+    words += ["lora_path"] if "lora" in case.route else []  # wrong in all cases
     return any(word in said for word in words) or error["code"] in ("context_length_exceeded", "invalid_json")
 
 

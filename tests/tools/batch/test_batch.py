@@ -94,7 +94,7 @@ def test_lines_without_an_answer_are_in_the_file_of_errors(front: Front, tmp_pat
         assert (direct.status_code, direct.json()) == (response["status_code"], response["body"])
     assert errors[6]["custom_id"] == "field" and errors[6]["error"]["param"] == "best"
     assert "9 lines: 2 answers, 7 errors in" in done.stderr
-    # nothing is sent or reported a second time; a line that was mended is sent
+    # nothing is sent or reported a second time; a corrected line is sent
     before = (out.read_bytes(), (tmp_path / "bad.jsonl").read_bytes())
     again = run(source, out, "--url", front.url, "--errors", tmp_path / "bad.jsonl")
     assert again.exit_code == 1 and "9 of them done before" in again.stderr

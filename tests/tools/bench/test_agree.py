@@ -50,7 +50,7 @@ def test_the_first_difference_has_both_sides_logits_and_gaps() -> None:
         unit=4.0 * eps,
     )
     assert agreement.differences == [expected]
-    # what follows the difference has another prefix and does not count: there, logits differ by 9
+    # tokens after the difference have another prefix and do not count: their logits differ by 9
     assert agreement.error == 0.5
     assert agreement.error_units == pytest.approx(max(0.25 / 2.0, 0.5 / 4.0) / eps, abs=0.01)
 
@@ -88,7 +88,7 @@ def test_one_wrong_column_of_one_matrix_shows(checkpoint, tmp_path) -> None:
     values = np.fromfile(path, np.float32)
     values[0] += 0.01
     values.tofile(path)
-    (weights / "manifest.json").unlink()  # which would refuse the change
+    (weights / "manifest.json").unlink()  # it would refuse the change
     wrong = answer(weights, Side("cpu", "fp32"), prompts, 6)
     assert compare(right.together, wrong.together, "fp32").error_units > 100
 

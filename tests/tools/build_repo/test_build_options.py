@@ -82,7 +82,7 @@ finally:
 
 # ---------------------------------------------------------------- --for
 
-#: what the clients of each server call, from shared client contracts: docs/guides/clients.md
+#: models that the clients of each server call, from shared client contracts: docs/guides/clients.md
 CALLED = {
     "fastertransformer": {"fastertransformer", "preprocessing", "postprocessing", "ensemble"},
     "trtllm": {"ensemble", "tensorrt_llm", "tensorrt_llm_bls", "preprocessing", "postprocessing"},

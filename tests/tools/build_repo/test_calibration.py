@@ -137,7 +137,7 @@ def test_a_slow_calibration_on_a_cpu_is_announced(tmp_path: Path, monkeypatch: p
     (note,) = long_time(planned, method_of("int4-tuned", 16))
     assert "trains each of 2 layers for 300 steps and all together for 200, which is slow" in note
     assert long_time(planned, method_of("int8-gptq")) == []
-    monkeypatch.setattr(calibration_time, "_CPU_OPERATIONS_PER_S", 1e5)  # what a large model is to a CPU
+    monkeypatch.setattr(calibration_time, "_CPU_OPERATIONS_PER_S", 1e5)  # like a large model on a CPU
     (note,) = long_time(planned, method_of("int8-gptq"))
     assert "minutes without a GPU" in note and "--quantize int8-nearest needs no calibration" in note
     (note,) = long_time(planned, method_of("int4-awq", 16))

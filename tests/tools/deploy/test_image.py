@@ -130,7 +130,7 @@ def test_the_wheel_of_the_context_has_every_module_template_and_the_kernels(whee
     packed = set(wheel.namelist())
     folders = ("backend/", "converters/", "kernels/", "model_repo_templates/", "tools/")
     wanted = {
-        f"tridecode/{path.removeprefix('tools/package/')}"  # whose modules are those of tridecode itself
+        f"tridecode/{path.removeprefix('tools/package/')}"  # its modules are those of tridecode itself
         for path in context()
         if path.startswith(folders) and path.endswith((".py", ".jinja", ".cu", ".cuh", ".h", ".json"))
     }

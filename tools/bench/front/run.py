@@ -22,7 +22,7 @@ Phase = Callable[[Setting], dict[str, Any]]
 
 #: seconds between steps: of a stream alone, of several, and of those whose tokens the front must merge
 _ALONE_S, _STEP_S, _FAST_S = 0.005, 0.02, 0.001
-#: what the table shows of a phase: the value's name, and its unit
+#: columns of the table of a phase: name of a value, and its unit
 _SHOWN = (
     ("cpu_us_per_chunk", "us a chunk"),
     ("tokens_per_s", "tokens/s"),

@@ -39,7 +39,7 @@ class Conversation:
     """Requests that follow each other; a prompt is the last one, its answer and the ids of the turn.
 
     known: leading tokens of the first prompt that an earlier request of the load has. cycle: 0, or the number
-    of prompts that come again and again, each without any answer.
+    of prompts that are repeated, each without any answer.
     """
 
     turns: Sequence[Turn]
