@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+from tridecode.backend.base.child_frames import LENGTH
 from tridecode.backend.base.errors import CapacityError
 from tridecode.backend.chat.child_process import (
-    LENGTH,
     Child,
     ChildKilled,
     RendererDown,

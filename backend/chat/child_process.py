@@ -1,4 +1,4 @@
-"""The process that renders chat templates, and the frames that it exchanges with its parent.
+"""The process that renders chat templates, for its parent; base/child_frames.py has their messages.
 
 jinja's sandbox stops a template from reaching Python, but not from running forever (nested empty loops) or
 filling the memory (`'a'.ljust(3000000000)`), which no check between statements can prevent. The child is
@@ -9,12 +9,10 @@ jinja2 here.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tridecode.backend.base import child_frames
 from tridecode.backend.base.errors import TridecodeError
 
 _CHILD = Path(__file__).with_name("template_child.py")
 _START_S = 60.0  # time for a child to import jinja2: 0.2 s on an idle machine
 _END_S = 1.0  # from the end of a child's connection to its exit
-LENGTH = 8  # bytes of a frame's length, little end first
 MAX_REQUEST = 64 << 20  # bytes of source and values as JSON
-READ = 1 << 20  # bytes of one read from a child
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,12 @@ class Child:
         """Start the process and wait until it is ready. Raises RendererDown."""
         self.limits = limits
         self.socket, theirs = socket.socketpair()
-        # -I: neither the working directory nor PYTHONPATH can shadow the installed jinja2
-        command = [sys.executable, "-I", str(_CHILD), str(theirs.fileno())]
-        command += [str(limits.seconds), str(limits.memory_bytes), str(limits.characters), *_places()]
+        arguments = [str(theirs.fileno()), str(limits.seconds), str(limits.memory_bytes)]
+        arguments += [str(limits.characters), *_places()]
         with theirs:
             try:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # the parent handles Ctrl-C
-                )
+                fds = (theirs.fileno(),)
+                self.process = child_frames.start_child(_CHILD, arguments, fds, own_session=True)
             except OSError as error:
                 self.socket.close()
                 raise RendererDown(f"the process that renders templates does not start: {error}") from None
@@ -146,24 +136,8 @@ class Child:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        """One frame. Raises TimeoutError at the deadline, EOFError or OSError if the child has gone."""
-        length = int.from_bytes(self._read(LENGTH, deadline), "little")
-        if length > self.limits.max_answer:
-            raise EOFError
-        return json.loads(self._read(length, deadline))
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self.socket.settimeout(left)
-            piece = self.socket.recv(min(READ, size - len(data)))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
+        """Return one message. Raises TimeoutError at the deadline, EOFError or OSError without a child."""
+        return child_frames.receive(self.socket, deadline, self.limits.max_answer)
 
 
 def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
@@ -171,12 +145,13 @@ def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
     and for too many bytes.
     """
     try:
-        request = json.dumps({"source": source, "values": values}).encode("ascii")
+        frame = child_frames.frame_of({"source": source, "values": values})
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateFault(f"its variables are not JSON: {error}") from None
-    if len(request) > MAX_REQUEST:
-        raise TemplateFault(f"it and its variables have {len(request):,} bytes; wanted {MAX_REQUEST:,}")
-    return len(request).to_bytes(LENGTH, "little") + request
+    size = len(frame) - child_frames.LENGTH
+    if size > MAX_REQUEST:
+        raise TemplateFault(f"it and its variables have {size:,} bytes; wanted {MAX_REQUEST:,}")
+    return frame
 
 
 def text_of(answer: Mapping[str, Any]) -> str:

@@ -4,11 +4,12 @@
 
 FD: a connected socket. FOLDER: appended to sys.path. A frame is a length of 8 bytes and JSON. The environment
 is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags. It lacks `**` and limits
-products, so that the usual bombs get a clear error. This file imports nothing of ours.
+products, so that the usual bombs get a clear error. Of ours, only backend/base/child_frames.py is loaded.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -16,38 +17,42 @@ import socket
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 _MAX_PRODUCT = 1 << 20  # largest result of `*`: an int, or the length of a repeated text
 _KEPT_TEMPLATES = 16
-_LENGTH = 8
+_FRAMES = Path(__file__).parents[1] / "base" / "child_frames.py"
 
 
 def main(arguments: list[str]) -> None:
+    frames = _load(_FRAMES)
     connection = socket.socket(fileno=int(arguments[0]))
     seconds, memory, characters = float(arguments[1]), int(arguments[2]), int(arguments[3])
     sys.path.extend(arguments[4:])
     try:
         renderer = _renderer(seconds, characters)
     except ImportError as error:
-        _send(connection, {"fault": f"{error}; wanted: pip install 'jinja2>=3.1.6'"})
+        frames.send(connection, {"fault": f"{error}; wanted: pip install 'jinja2>=3.1.6'"})
         return
-    _limit_memory(memory)
-    _send(connection, {"ready": True})
-    while (request := _receive(connection)) is not None:
+    frames.limit_memory(memory)
+    frames.send(connection, {"ready": True})
+    for request in frames.requests(connection):
         _limit_processor_time(seconds)
         answer = renderer.answer(**request)
         del request
-        _send(connection, answer)
+        frames.send(connection, answer)
         if answer.get("ended"):
             return
 
 
-def _limit_memory(memory: int) -> None:
-    with open("/proc/self/statm") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    for kind, limit in (("RLIMIT_AS", held + memory), ("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0)):
-        resource.setrlimit(getattr(resource, kind), (limit, limit))
+def _load(path: Path) -> Any:
+    """Import a file by its path: this process's sys.path need not lead to our package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _limit_processor_time(seconds: float) -> None:
@@ -55,27 +60,6 @@ def _limit_processor_time(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
-    data = json.dumps(answer).encode("ascii")
-    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
-
-
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return one frame; None at the end."""
-    length = int.from_bytes(_read(connection, _LENGTH), "little")
-    return json.loads(_read(connection, length)) if length else None
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(1 << 20, size - len(data)))
-        if not piece:
-            return b""
-        data += piece
-    return bytes(data)
 
 
 def _renderer(seconds: float, characters: int) -> Any:

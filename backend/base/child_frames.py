@@ -1,0 +1,103 @@
+"""Messages between a process and a child that limits itself: a length of 8 bytes, little end first, and JSON.
+
+Standard library only: template_child.py loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LENGTH = 8  # bytes of a frame's length
+READ = 1 << 20  # bytes of one read
+
+
+def frame_of(message: Mapping[str, Any]) -> bytes:
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError if it is not JSON."""
+    data = json.dumps(message).encode("ascii")
+    return len(data).to_bytes(LENGTH, "little") + data
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one message; blocks as the socket does."""
+    connection.sendall(frame_of(message))
+
+
+def receive(
+    connection: socket.socket, deadline: float | None = None, most: int | None = None
+) -> dict[str, Any]:
+    """Return the next message.
+
+    deadline: of time.monotonic(); None: the socket's own limit. most: bytes of the longest message that is
+    read. Raises TimeoutError at the deadline, EOFError at the end and for a longer message, and OSError.
+    """
+    length = int.from_bytes(_read(connection, LENGTH, deadline), "little")
+    if most is not None and length > most:
+        raise EOFError
+    return json.loads(_read(connection, length, deadline))
+
+
+def requests(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a connection up to its end."""
+    with suppress(EOFError):
+        while True:
+            yield receive(connection)
+
+
+def start_child(
+    script: Path,
+    arguments: Sequence[str],
+    fds: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    own_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a Python file as a child that inherits only the descriptors `fds`.
+
+    With -I, neither the working directory nor PYTHONPATH leads its imports. environment: None: this
+    process's. own_session: a terminal's Ctrl-C does not reach the child. Raises OSError.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", str(script), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=fds,
+        env=environment,
+        start_new_session=own_session,
+    )
+
+
+def memory_held() -> int:
+    """Return the bytes of this process's address space."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def limit_memory(memory: int) -> None:
+    """Let this process have `memory` bytes more than it has now, and write neither core dumps nor files."""
+    held = memory_held()
+    for kind, limit in (("RLIMIT_AS", held + memory), ("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0)):
+        resource.setrlimit(getattr(resource, kind), (limit, limit))
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+        piece = connection.recv(min(READ, size - len(data)))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
