@@ -182,7 +182,7 @@ def _give_up(link: RankLink, error: BaseException) -> None:
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Run rank 0 (doors, scheduler and loop) until the supervisor sends Stop."""
-    scheduler = make_scheduler(engine, tokenizer_dir(Path(arguments.engine_dir)))
+    scheduler = make_scheduler(engine, tokenizer_dir(Path(arguments.engine_dir)), start_grammars=True)
     doors = DoorSocket(
         arguments.endpoint,
         arguments.epoch,
@@ -196,7 +196,6 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
     loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
     link.ready()
-    scheduler.grammars.start()
     engine.pin_host_memory(doors.wake)
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
     try:

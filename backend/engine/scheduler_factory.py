@@ -51,15 +51,20 @@ def limits_of(engine: Engine) -> SchedulerLimits:
     )
 
 
-def make_scheduler(engine: Engine, tokenizer_dir: Path | None = None) -> Scheduler:
+def make_scheduler(
+    engine: Engine, tokenizer_dir: Path | None = None, start_grammars: bool = False
+) -> Scheduler:
     """Return a scheduler for rank 0 of an engine.
 
     tokenizer_dir: folder of the model's tokenizer, which grammars need; None: requests with one are refused.
+    start_grammars: start the processes that compile grammars before the first request needs them.
     """
     model, config, state = engine.model_config, engine.config, engine.state
     prompts = PromptBook(state.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
     ends = [model.end_id, *model.more_end_ids]
-    grammars = load_grammars(tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms, config.grammar_cpu_ms)
+    grammars = load_grammars(
+        tokenizer_dir, model.vocab_size, ends, config.mask_cpu_ms, config.grammar_cpu_ms, start_grammars
+    )
     adapters = Adapters(_adapter_loader(engine))
     scheduler = Scheduler(limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine))
     if config.speculation != "off":

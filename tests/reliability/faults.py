@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from tests.reliability.report import table
-from tests.reliability.service import DOORS, Service, build_repository, end_on_sigterm
+from tests.reliability.service import CHECKER_WORKER, DOORS, Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import CODES, Clients, Crowd, Sent, clean, controls, mixture
 from tests.reliability.watch import PROBE_BODIES, Watch
 
@@ -296,6 +297,27 @@ def _kill_starts(service: Service) -> None:
     assert killed == STARTS, f"the engine was started {killed} times; it was killed each time"
 
 
+def _kill_the_checker(role: str) -> Callable[[Service], None]:
+    """Kill a process that compiles grammars; an answer in a form that no request had before follows."""
+
+    def strike(service: Service) -> None:
+        found = [process for name, process in service.roles().items() if name.startswith(role)]
+        assert found, f"no process is a {role}"
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        form = f"[ab]{{4}}{found[0].pid}"
+        body = {"text_input": "a b", "max_tokens": 64, "exclude_input_in_output": True}
+        body.update(guided_decoding_guide_type="regex", guided_decoding_guide=form)
+        with contextlib.closing(_connection(service)) as connection:
+            path = f"/v2/models/{RESTARTED}/generate"
+            connection.request("POST", path, json.dumps(body))
+            answer = json.loads(connection.getresponse().read())
+        assert re.fullmatch(form, answer.get("text_output", "")), answer
+
+    return strike
+
+
 def _vanishing_clients(service: Service) -> Callable[[], None]:
     """A second crowd in a process of its own, which is killed."""
     command = [sys.executable, "-m", "tests.reliability.traffic", "--streams", "40", "--seed", "5"]
@@ -363,6 +385,8 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("kill:serve+guard", _kill_together("serve", "guard"), ends_server=True),
         *(Fault(f"ask:dying:{model}", _ask_a_dying_door(model)) for model in DYING_BODIES),
         Fault("vanish:clients", _vanishing_clients),
+        Fault("kill:checker", _kill_the_checker("checker")),
+        Fault("kill:checker-worker", _kill_the_checker(CHECKER_WORKER)),
     ]
     return faults
 

@@ -747,14 +747,14 @@ class Fuzzer:
 
     def run(self, count: int, seconds: float, first: int = 0) -> FuzzResult:
         """Requests first … first + count - 1, or as many as the time allows."""
-        pids, log = self.service.pids(), len(self.service.log())
+        pids, log = self.service.lasting_pids(), len(self.service.log())
         start = time.monotonic()
         self._next = first
         self.clients.loop.run(self._all(first + count, start + seconds), seconds + 120)
         result = self.result
         result.seconds = time.monotonic() - start
         time.sleep(0.5)
-        now = self.service.pids()
+        now = self.service.lasting_pids()
         for role, pid in pids.items():
             if now.get(role) != pid:
                 result.violations.append(f"{role} was process {pid} and is {now.get(role, 'gone')}")

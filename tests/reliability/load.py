@@ -416,7 +416,7 @@ def leaks(
         for slope in slopes
         if growing and (slope.role, slope.unit) in growing
     ]
-    lost = service.pids_at_start.items() - service.pids().items()
+    lost = service.pids_at_start.items() - service.lasting_pids().items()
     if lost:
         complaints.append(f"processes were replaced: {sorted(role for role, _ in lost)}")
     return LeakResult(seconds, requests, slopes, complaints)

@@ -24,6 +24,7 @@ from tridecode.tools.serve.server_process import ServerProcess
 
 SHM = Path("/dev/shm")
 MARK = "TRIDECODE_TEST_MARK"
+CHECKER_WORKER = "checker worker:"  # and its pid: a role
 RUNTIME = "TRIDECODE_RUNTIME_DIR"
 DOORS = (
     "fastertransformer",
@@ -89,7 +90,7 @@ class Service:
         except BaseException:
             self.close()
             raise
-        self.pids_at_start = self.pids()
+        self.pids_at_start = self.lasting_pids()
 
     @property
     def http(self) -> tuple[str, int]:
@@ -120,17 +121,24 @@ class Service:
         return found
 
     def roles(self) -> dict[str, psutil.Process]:
-        """serve, guard, tritonserver, door:<model>, supervisor, rank0, …; others by name and pid."""
+        """serve, guard, tritonserver, door:<model>, supervisor, rank0, checker, …; others by name and pid."""
         found = {}
         for process in self.processes():
             try:
-                found[_role(process.cmdline(), process.pid)] = process
+                role = _role(process.cmdline(), process.pid)
+                if role == "checker" and process.parent().cmdline() == process.cmdline():
+                    role = f"{CHECKER_WORKER}{process.pid}"
+                found[role] = process
             except psutil.Error:
                 continue
         return found
 
     def pids(self) -> dict[str, int]:
         return {role: process.pid for role, process in self.roles().items()}
+
+    def lasting_pids(self) -> dict[str, int]:
+        """Without the processes that one request may end."""
+        return {role: pid for role, pid in self.pids().items() if not role.startswith(CHECKER_WORKER)}
 
     def note_regions(self) -> None:
         """Remember the names under which this server's stubs keep shared memory."""
@@ -208,6 +216,8 @@ def _role(line: list[str], pid: int) -> str:
         return "supervisor"
     if "tridecode.backend.engine" in line and "--rank" in line:
         return "rank" + line[line.index("--rank") + 1]
+    if any(part.endswith("/checker_child.py") for part in line):
+        return "checker"
     return f"{name}:{pid}"
 
 

@@ -6,8 +6,9 @@ The library's compiler cannot be interrupted, and takes time and memory that no 
 
 from __future__ import annotations
 
-import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,24 +18,25 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
+from tridecode.backend.base import child_frames
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.matcher import GrammarFault
 from tridecode.backend.wire.structured_output import StructuredOutput
 
 _CHILD = Path(__file__).with_name("checker_child.py")
-_LENGTH = 8  # of a frame, see checker_child.py
 #: for the start of the processes: half a second on an idle machine
 _START_S = 60.0
-#: more than checker_child.py waits for a fork
-_ANSWER_S = 40.0
+#: wall-clock limit of a compilation: this, and its CPU time this many times
+_WALL_S, _WALL_FACTOR = 15.0, 50.0
+#: from the wall-clock limit to the answer
+_GRACE_S = 5.0
 #: for one compilation
 MEMORY_BYTES = 512 << 20
 #: kinds that compile in a time that their length bounds
 _TRUSTED = ("json", "choice")
 
-
 #: what a connection raises whose other end is gone, or that another thread has closed
-_GONE = (OSError, EOFError, ValueError, IndexError)
+_GONE = (OSError, EOFError, ValueError)
 
 
 class CheckerDown(TridecodeError):
@@ -61,124 +63,205 @@ class GrammarChecker:
     ):
         ends = ",".join(map(str, end_ids))
         self._arguments = [str(folder), str(vocab_size), ends, str(memory)]
-        self._cpu_ms = cpu_ms
+        self.cpu_ms, self.memory = cpu_ms, memory
         self._lock = threading.Lock()
         self._count = connections
-        self._sockets: list[socket.socket] = []
-        self._ready: set[int] = set()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: _Processes | None = None
 
     def start(self) -> None:
         """Start the processes, without waiting for them. Raises CheckerDown."""
+        self.processes()
+
+    def processes(self) -> _Processes:
+        """Return the processes, which are started if there are none. Raises CheckerDown."""
         with self._lock:
-            if self._process is None:
-                self._start()
+            if self._processes is None:
+                self._processes = _Processes(self._arguments, self._count)
+            return self._processes
+
+    def begin(self, output: StructuredOutput, connection: int, cpu_ms: float | None = None) -> Check:
+        """Begin to compile a grammar. One thread at a time uses a connection, for one Check at a time.
+
+        cpu_ms: another limit than that of the checker, if it is less. Raises CheckerDown, GrammarFault.
+        """
+        return Check(self, output, connection, min(cpu_ms or self.cpu_ms, self.cpu_ms))
 
     def check(
         self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
     ) -> StructuredOutput:
-        """Return what is to be compiled, which has compiled within its limits: the output, or what
-        schemas.prepare makes of it. One thread at a time uses a connection.
+        """Begin to compile a grammar, and return Check.result()."""
+        return self.begin(output, connection, cpu_ms).result()
 
-        cpu_ms: another limit than that of the checker, if it is less.
-        Raises GrammarFault if it does not compile, CheckerDown if the processes cannot be used. Those that
-        are gone are started again: no grammar ends them, because each compiles in a fork.
-        """
-        if output.kind in _TRUSTED:
-            return output
-        limit = self._cpu_ms if cpu_ms is None else cpu_ms
-        try:
-            answer = self._ask(output, connection, limit)
-        except _GONE:
-            self.close()
-            try:
-                answer = self._ask(output, connection, limit)
-            except _GONE as error:
-                self.close()
-                raise CheckerDown(f"the process that checks grammars has ended: {error!r}") from None
-        fault = answer.get("fault")
-        if fault:
-            text = fault if answer.get("whole") else f"structured_output ({output.kind}) is refused: {fault}"
-            raise GrammarFault(text, str(answer.get("reason", "refused")))
-        text = answer.get("text")
-        return output if text is None else StructuredOutput(output.kind, text)
+    def drop(self, processes: _Processes | None) -> None:
+        """End processes that cannot be used any more; the next check starts others."""
+        with self._lock:
+            if self._processes is processes:
+                self._processes = None
+        if processes is not None:
+            processes.close()
 
     def close(self) -> None:
         """End the processes. A check that another thread waits for raises CheckerDown."""
-        with self._lock:
-            process, self._process = self._process, None
-            sockets, self._sockets = self._sockets, []
-            self._ready.clear()
-        for one in sockets:
-            _shut(one)
-        if process is not None:
-            try:
-                process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self.drop(self._processes)
 
-    def _start(self) -> None:
-        pairs = [socket.socketpair() for _ in range(self._count)]
-        theirs = [pair[1] for pair in pairs]
-        fds = [one.fileno() for one in theirs]
-        # -I: the child searches the folders of this process and nothing else
-        folders = os.pathsep.join(path for path in sys.path if os.path.isabs(path))
-        command = [sys.executable, "-I", str(_CHILD), folders, *self._arguments, *map(str, fds)]
+
+class Check:
+    """A grammar that the process of one connection compiles."""
+
+    def __init__(self, checker: GrammarChecker, output: StructuredOutput, number: int, cpu_ms: float):
+        self._checker, self._output = checker, output
+        self._number, self._cpu_ms = number, cpu_ms
+        self._wall_s = _WALL_S + _WALL_FACTOR * cpu_ms / 1e3
+        self._connection: _Connection | None = None
+        self._is_second_try = False
+        if output.kind not in _TRUSTED:
+            self._send()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether `result` has what it needs within this time."""
+        return self._connection is None or self._connection.has_answer(seconds)
+
+    def result(self) -> StructuredOutput:
+        """Return what is to be compiled, which has compiled within its limits: the output, or what
+        schemas.prepare makes of it.
+
+        Raises GrammarFault if it does not compile, CheckerDown if the processes cannot be used. Those that
+        were killed are started again, once: a grammar ends only the worker that compiles it.
+        """
+        if self._connection is None:
+            return self._output
+        while True:
+            try:
+                answer = self._connection.receive(self._begun + self._wall_s + _GRACE_S)
+                break
+            except _GONE as error:
+                self._send_again(error)
+        if "ended" in answer:
+            raise self._ended(answer["ended"])
+        fault = answer.get("fault")
+        if fault:
+            text = fault if answer.get("whole") else self._refused(fault)
+            raise GrammarFault(text, str(answer.get("reason", "refused")))
+        text = answer.get("text")
+        return self._output if text is None else StructuredOutput(self._output.kind, text)
+
+    def _send(self) -> None:
+        self._processes = self._checker.processes()
+        self._connection = self._processes.connections[self._number]
+        request = {"kind": self._output.kind, "text": self._output.text}
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=fds,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+            fault = self._connection.wait_started()
+            if fault:
+                raise GrammarFault(self._refused(f"it cannot be checked: {fault}"), "internal")
+            self._begun = time.monotonic()
+            self._connection.send({**request, "cpu_ms": self._cpu_ms, "wall_s": self._wall_s})
+        except _GONE as error:
+            self._send_again(error)
+
+    def _send_again(self, error: Exception) -> None:
+        self._checker.drop(self._processes)
+        if self._is_second_try:
+            raise CheckerDown(f"the process that checks grammars has ended: {error!r}") from None
+        self._is_second_try = True
+        self._send()
+
+    def _ended(self, code: int) -> TridecodeError:
+        """Return why the process ended that compiled the grammar. code: as of subprocess."""
+        limit = f"{self._cpu_ms:g} ms of CPU time"
+        if -code in (signal.SIGPROF, signal.SIGXCPU):
+            wanted = f"this model accepts {limit} (grammar_cpu_ms in config.pbtxt)"
+            return GrammarFault(self._refused(f"its compilation takes too long; {wanted}"), "time")
+        if -code == signal.SIGALRM:
+            found = f"its compilation has not had {limit} in {self._wall_s:g} s"
+            return CheckerDown(
+                f"structured_output ({self._output.kind}): {found}: this machine is overloaded"
+            )
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        found = f"its compilation ends the process that does it ({name})"
+        return GrammarFault(
+            self._refused(f"{found}; it has {self._checker.memory >> 20} MiB of memory"), "memory"
+        )
+
+    def _refused(self, why: str) -> str:
+        return f"structured_output ({self._output.kind}) is refused: {why}"
+
+
+class _Processes:
+    """The processes of one start, and this side of their connections."""
+
+    def __init__(self, arguments: list[str], count: int):
+        """Start them, without waiting for them. Raises CheckerDown."""
+        pairs = [socket.socketpair() for _ in range(count)]
+        fds = [other.fileno() for _, other in pairs]
+        # the child searches the folders of this process and nothing else
+        folders = os.pathsep.join(path for path in sys.path if os.path.isabs(path))
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        environment.update({name: "1" for name in ("RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
+        try:
+            self.process: subprocess.Popen[bytes] = child_frames.start_child(
+                _CHILD, [folders, *arguments, *map(str, fds)], fds, environment
             )
         except OSError as error:
-            for mine, other in pairs:
+            for mine, _ in pairs:
                 mine.close()
-                other.close()
             raise CheckerDown(f"the process that checks grammars does not start: {error}") from None
-        for one in theirs:
+        finally:
+            for _, other in pairs:
+                other.close()
+        self.connections = [_Connection(mine) for mine, _ in pairs]
+
+    def close(self) -> None:
+        """End the processes; again without effect. Any thread."""
+        for one in self.connections:
             one.close()
-        self._sockets = [pair[0] for pair in pairs]
-
-    def _ask(self, output: StructuredOutput, connection: int, cpu_ms: float) -> dict[str, Any]:
-        self.start()
-        one = self._sockets[connection]
-        if connection not in self._ready:
-            started = _receive(one, time.monotonic() + _START_S)
-            if started.get("fault"):
-                return {"fault": f"it cannot be checked: {started['fault']}", "reason": "internal"}
-            self._ready.add(connection)
-        limit = min(cpu_ms, self._cpu_ms)
-        data = json.dumps({"kind": output.kind, "text": output.text, "cpu_ms": limit}).encode("ascii")
-        one.settimeout(_ANSWER_S)
-        one.sendall(len(data).to_bytes(_LENGTH, "little") + data)
-        return _receive(one, time.monotonic() + _ANSWER_S)
+        self.process.terminate()
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
-def _shut(one: socket.socket) -> None:
-    """Close a socket, also under a thread that reads from it."""
-    try:
-        one.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    one.close()
+class _Connection:
+    """This side of a connection, for one thread at a time; another one may close it. Raises _GONE."""
 
+    def __init__(self, own: socket.socket):
+        self._socket = own
+        self._is_started = False
+        # a descriptor that is closed under a reader can be another file's before it is read
+        self._in_use = threading.Lock()
 
-def _receive(one: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return one frame. Raises TimeoutError at the deadline, EOFError or OSError if the process has gone."""
-    length = int.from_bytes(_read(one, _LENGTH, deadline), "little")
-    return json.loads(_read(one, length, deadline))
+    def wait_started(self) -> str:
+        """Wait until the process takes grammars; return why it cannot take any, or ""."""
+        if not self._is_started:
+            fault = self.receive(time.monotonic() + _START_S)["fault"]
+            self._is_started = not fault
+            return str(fault)
+        return ""
 
+    def send(self, request: dict[str, Any]) -> None:
+        with self._in_use:
+            self._socket.settimeout(_WALL_S)
+            child_frames.send(self._socket, request)
 
-def _read(one: socket.socket, size: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        one.settimeout(max(deadline - time.monotonic(), 1e-3))
-        piece = one.recv(size - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
+    def has_answer(self, seconds: float) -> bool:
+        """Wait up to `seconds` for an answer, or for the end of the connection."""
+        with self._in_use:
+            if self._socket.fileno() < 0:
+                return True
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            return bool(waiting.poll(1e3 * seconds))
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        with self._in_use:
+            return child_frames.receive(self._socket, deadline)
+
+    def close(self) -> None:
+        """Let the thread that uses it find its end, and close it."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        with self._in_use:
+            self._socket.close()

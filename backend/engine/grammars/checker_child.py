@@ -3,38 +3,34 @@
     python -I checker_child.py PATH FOLDER VOCAB_SIZE END_IDS MEMORY_BYTES FD...
 
 PATH: the folders of sys.path of the engine's process. FOLDER: of the tokenizer. END_IDS: separated by
-commas. FD: connected sockets, one process for each. A frame is a length of 8 bytes and JSON: {"kind",
-"text", "cpu_ms"}, then {"fault", "reason"}, or the {"text"} of a schema to compile instead. The
-vocabulary is read once. Each grammar is compiled in a fork, which the kernel ends at its limits.
+commas. FD: connected sockets (base/child_frames.py), each with a worker (checker_worker.py).
+
+This process reads the vocabulary and forks the workers. One worker more than there are connections is warmed
+up and waits, and replaces a worker that the kernel has ended at a limit: no grammar waits for a fork.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import resource
-import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 if __name__ == "__main__":
     sys.path[:] = sys.argv.pop(1).split(os.pathsep)
 
-import numpy as np
-
+from tridecode.backend.base import child_frames
 from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.grammars.checker_worker import RECYCLED, Worker
 from tridecode.backend.engine.grammars.guidance import Guidance
-from tridecode.backend.engine.grammars.matcher import GrammarFault
-from tridecode.backend.engine.grammars.schemas import prepare
 from tridecode.backend.engine.grammars.vocabulary import read_vocabulary
-from tridecode.backend.wire.structured_output import StructuredOutput
 
-LENGTH = 8  # bytes of a frame's length, little end first
-#: for a fork that the machine does not run: its limit is CPU time
-_WALL_S = 20.0
+#: signals from outside, which may leave half a message; others come from a limit or a crash of the library
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(arguments: list[str]) -> None:
@@ -42,122 +38,101 @@ def main(arguments: list[str]) -> None:
     connections = [socket.socket(fileno=int(fd)) for fd in arguments[4:]]
     try:
         vocabulary, encode = read_vocabulary(Path(folder), int(vocab_size), map(int, end_ids.split(",")))
-        compiler = Guidance(vocabulary, encode, threads=0)
+        worker = Worker(Guidance(vocabulary, encode, threads=0), int(vocab_size), int(memory))
     except TridecodeError as error:
         for one in connections:
-            _send(one, {"fault": str(error)})
+            child_frames.send(one, {"fault": str(error)})
         return
-    mine = connections.pop(0)
-    for one in connections:
-        if os.fork() == 0:
-            mine.close()
-            mine = one
-            break
-    for one in connections:
-        if one is not mine:
-            one.close()
-    checker = _Checker(compiler, int(vocab_size), int(memory))
-    _send(mine, {"fault": ""})
-    while (request := _receive(mine)) is not None:
-        output = StructuredOutput(request["kind"], request["text"])
-        _send(mine, checker.check(output, float(request["cpu_ms"])))
+    worker.warm_up()
+    gc.freeze()  # a collection in a fork would copy the pages of every object
+    ForkServer(connections, worker).run()
 
 
-class _Checker:
-    def __init__(self, compiler: Guidance, vocab_size: int, memory: int):
-        """memory: bytes that a fork may have beyond what this process has."""
-        self._compiler, self._words = compiler, -(-vocab_size // 32)
-        self._memory = memory
+class ForkServer:
+    """Forks workers and waits for their ends. It holds all connections, and reads from none.
 
-    def check(self, output: StructuredOutput, cpu_ms: float) -> dict[str, Any]:
-        """Return the answer to a request, whatever the grammar does."""
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            self._compile(output, cpu_ms, writer)
-        os.close(writer)
-        answer = b""
+    Each child gets the reading end of a pipe of its own: a byte names its connection, and the end of the
+    pipe says that this process has gone.
+    """
+
+    def __init__(self, connections: list[socket.socket], worker: Worker):
+        self._connections, self._worker = connections, worker
+        self._lifelines: dict[int, int] = {}  # by process id
+        self._numbers: dict[int, int] = {}  # of the connection, by process id
+        self._spare: int | None = None
+
+    def run(self) -> None:
+        """Return when a worker has ended without a grammar's doing: its engine has gone, or it was killed.
+
+        SIGTERM raises SystemExit. The workers end, too.
+        """
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
         try:
-            if select.select([reader], [], [], _WALL_S)[0]:
-                while piece := os.read(reader, 1 << 16):
-                    answer += piece
-            else:
-                os.kill(child, signal.SIGKILL)
+            for number in range(len(self._connections)):
+                self._assign(number)
+            for one in self._connections:
+                child_frames.send(one, {"fault": ""})
+            self._spare = self._fork()
+            while self._has_ended(*os.waitpid(-1, 0)):
+                pass
         finally:
+            for one in self._connections:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            for pid in self._lifelines:  # also one that is stopped
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _has_ended(self, pid: int, status: int) -> bool:
+        """Replace a worker; return False where all of them are to end."""
+        os.close(self._lifelines.pop(pid))
+        if pid == self._spare:  # the next one is forked when it is needed
+            self._spare = None
+            return True
+        code, number = os.waitstatus_to_exitcode(status), self._numbers.pop(pid)
+        if code == 0 or -code in _FROM_OUTSIDE:
+            return False
+        if code != RECYCLED:
+            child_frames.send(self._connections[number], {"ended": code})
+        self._assign(number)
+        self._spare = self._fork()
+        return True
+
+    def _assign(self, number: int) -> None:
+        """Give a connection to the worker that waits, or to a new one."""
+        pid, self._spare = self._spare or self._fork(), None
+        self._numbers[pid] = number
+        with suppress(BrokenPipeError):  # it was killed: run() learns of it
+            os.write(self._lifelines[pid], bytes([number]))
+
+    def _fork(self) -> int:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid:
             os.close(reader)
-            _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status) and not os.WEXITSTATUS(status) and answer:
-            return json.loads(answer)
-        return self._killed(status, cpu_ms)
+            self._lifelines[pid] = writer
+            return pid
+        self._run_worker(reader, writer)
 
-    def _killed(self, status: int, cpu_ms: float) -> dict[str, Any]:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if number in (signal.SIGPROF, signal.SIGXCPU):
-            found = "its compilation takes too long"
-            wanted = f"{cpu_ms:g} ms of CPU time (grammar_cpu_ms in config.pbtxt)"
-            return {"fault": f"{found}; this model accepts {wanted}", "reason": "time"}
-        if number == signal.SIGKILL:
-            return {"fault": f"its compilation has not ended after {_WALL_S:g} s", "reason": "time"}
-        name = signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
-        found = f"its compilation ends the process that does it ({name})"
-        return {"fault": f"{found}; it has {self._memory >> 20} MiB of memory", "reason": "memory"}
-
-    def _compile(self, output: StructuredOutput, cpu_ms: float, writer: int) -> None:
-        """Run in a fork, up to its end."""
+    def _run_worker(self, reader: int, writer: int) -> NoReturn:
+        """Wait for a connection in a fork, and serve it."""
+        code = 0
         try:
-            self._limit(cpu_ms)
-            answer = self._answer(output)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            with os.fdopen(writer, "wb") as file:
-                file.write(json.dumps(answer).encode("ascii"))
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-
-    def _limit(self, cpu_ms: float) -> None:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 2)  # the library writes panics there
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, cpu_ms / 1e3)
-        with open("/proc/self/statm") as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
-        for kind, limit in (("RLIMIT_AS", held + self._memory), ("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0)):
-            resource.setrlimit(getattr(resource, kind), (limit, limit))
-
-    def _answer(self, output: StructuredOutput) -> dict[str, Any]:
-        try:
-            prepared = prepare(output)
-            self._compiler.compile(prepared).fill(np.zeros(self._words, np.int32))
-        except GrammarFault as fault:
-            return {"fault": str(fault), "reason": fault.reason, "whole": True}
-        return {"fault": "", "text": None if prepared is output else prepared.text}
-
-
-def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
-    data = json.dumps(answer).encode("ascii")
-    connection.sendall(len(data).to_bytes(LENGTH, "little") + data)
-
-
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return one frame; None at the end of the connection."""
-    length = int.from_bytes(_read(connection, LENGTH), "little")
-    return json.loads(_read(connection, length)) if length else None
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(1 << 20, size - len(data)))
-        if not piece:
-            return b""
-        data += piece
-    return bytes(data)
+            for fd in (writer, *self._lifelines.values()):
+                os.close(fd)
+            self._worker.warm_up()
+            if number := os.read(reader, 1):
+                code = 1  # if an exception ends the next line
+                mine = self._connections.pop(number[0])
+                for one in self._connections:
+                    one.close()
+                self._worker.serve(mine, reader)
+                code = 0
+        finally:
+            os._exit(code)
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(OSError, KeyboardInterrupt):  # the engine is gone
         main(sys.argv[1:])
-    except (OSError, KeyboardInterrupt):  # the engine is gone
-        pass
     os._exit(0)

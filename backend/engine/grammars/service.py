@@ -1,13 +1,13 @@
 """Compiles grammars and computes masks on threads of their own. No torch.
 
 The loop's thread calls everything except the bodies of jobs. A group waits outside the planner's queue while
-its grammar is compiled, as it does for an adapter. One thread compiles small grammars and leaves the others
-to a second thread, so that typical schemas do not wait for large ones; a third thread starts answers whose
+its grammar is compiled (compile_threads.py), as it does for an adapter. Another thread starts answers whose
 grammar is cached.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -22,6 +22,7 @@ import numpy as np
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.grammars.cache import GrammarCache
 from tridecode.backend.engine.grammars.checker import GrammarChecker
+from tridecode.backend.engine.grammars.compile_threads import CompileThreads, Turn
 from tridecode.backend.engine.grammars.constraint import Constraint
 from tridecode.backend.engine.grammars.counts import GrammarCounts
 from tridecode.backend.engine.grammars.matcher import GrammarCompiler, GrammarFault, TokenMatcher
@@ -32,11 +33,8 @@ log = logging.getLogger("tridecode.engine")
 
 _Job = tuple[Any, list[int]]  # a sequence with a constraint, and its newest tokens
 
-#: connection to the checker of each compiling thread
-_QUICK, _SLOW = 0, 1
-CONNECTIONS = 2
-#: CPU time limit of the first compiling thread
-QUICK_CPU_MS = 20.0
+#: time after which others no longer wait for a grammar: wall-clock time, or CPU time if it is given up
+QUICK_MS = 20.0
 #: masks that the library computes in one call, so that the first of many do not wait for the last
 MOST_TOGETHER = 64
 #: masks of a sequence that are computed alone, and timed, after a call that took longer than one mask may
@@ -74,8 +72,9 @@ class _Compilation:
 class Grammars:
     """Grammars of one engine. fault: the reason why it cannot compile any; "" if it can.
 
-    mask_cpu_s: limit of the thread CPU time for one mask. checker: compiles each grammar first; None:
-    grammars are trusted. on_ready: called by a worker when a grammar is compiled.
+    mask_cpu_s: limit of the thread CPU time for one mask. checker: compiles each grammar first, with a
+    connection for each of compile_threads (at least 2); None: grammars are trusted. on_ready: called by a
+    worker when a grammar is compiled.
     """
 
     def __init__(
@@ -87,6 +86,7 @@ class Grammars:
         mask_threads: int = 1,
         fault: str = "this engine has no tokenizer",
         checker: GrammarChecker | None = None,
+        compile_threads: int = 2,
     ):
         self._compiler, self.fault = compiler, "" if compiler is not None else fault
         self._words, self._end_ids = -(-vocab_size // 32), list(end_ids)
@@ -97,19 +97,12 @@ class Grammars:
         self._waiting: dict[int, _Compilation] = {}  # by id() of the group
         self._compiled: SimpleQueue[_Compilation] = SimpleQueue()
         self._known: SimpleQueue[_Compilation | None] = SimpleQueue()
-        self._quick: SimpleQueue[_Compilation | None] = SimpleQueue()
-        self._slow: SimpleQueue[_Compilation | None] = SimpleQueue()
+        self._new = CompileThreads(self._compile)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._timed_jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
         self._outstanding = 0
-        self._num_threads = {
-            self._begin_known: 1,
-            self._compile_quick: 1,
-            self._compile_slow: 1,
-            self._fill_timed: min(mask_threads, 2),
-            self._fill_together: 1,
-        }
+        self._mask_threads, self._compile_threads = min(mask_threads, 2), compile_threads
         self._threads: list[threading.Thread] = []
 
     # ------------------------------------------------------------ grammars
@@ -135,16 +128,10 @@ class Grammars:
             self._compiled.put(found)
             return
         self.counts.hits += found.matcher is not None
-        (self._quick if found.matcher is None else self._known).put(found)
-
-    def start(self) -> None:
-        """Start the processes of the checker, so that the first grammar does not wait for them."""
-        if self._checker is None:
-            return
-        try:
-            self._checker.start()
-        except TridecodeError as error:  # the first grammar fails with this error
-            log.warning("%s", error)
+        if found.matcher is None:
+            self._new.put(found)
+        else:
+            self._known.put(found)
 
     def release(self, group: Any) -> None:
         """Forget a group that has ended."""
@@ -200,7 +187,9 @@ class Grammars:
 
     def close(self) -> None:
         """End the threads, after their current jobs, and the processes of the checker."""
-        for one in (self._known, self._quick, self._slow, self._jobs):
+        self._new.close()
+        self._new = CompileThreads(self._compile)  # the threads of a later start
+        for one in (self._known, self._jobs):
             one.put(None)
         for _ in self._threads:
             self._timed_jobs.put(None)
@@ -213,10 +202,11 @@ class Grammars:
     def _start_threads(self) -> None:
         if self._threads:
             return
-        for body, count in self._num_threads.items():
-            for i in range(count):
-                name = f"grammar{body.__name__}{i}"
-                self._threads.append(threading.Thread(target=body, name=name, daemon=True))
+        work: list[Callable[[], None]] = [self._begin_known, self._fill_together]
+        work += [self._fill_timed] * self._mask_threads
+        work += [functools.partial(self._new.run, i) for i in range(self._compile_threads)]
+        for i, body in enumerate(work):
+            self._threads.append(threading.Thread(target=body, name=f"grammar_{i}", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -264,22 +254,18 @@ class Grammars:
         while (found := self._known.get()) is not None:
             self._work(found, lambda known: known.matcher)
 
-    def _compile_quick(self) -> None:
-        while (found := self._quick.get()) is not None:
-            self._work(found, self._try_quickly)
+    def _compile(self, found: _Compilation, turn: Turn) -> bool:
+        """Compile a grammar; the `work` of CompileThreads."""
+        return self._work(found, lambda wanted: self._matcher(wanted.output, turn))
 
-    def _compile_slow(self) -> None:
-        while (found := self._slow.get()) is not None:
-            self._work(found, lambda wanted: self._matcher(wanted.output, _SLOW))
-
-    def _work(self, found: _Compilation, matcher_of: Callable[[_Compilation], TokenMatcher | None]) -> None:
-        """Store the result of a compilation; do nothing if matcher_of returns None."""
+    def _work(self, found: _Compilation, matcher_of: Callable[[_Compilation], TokenMatcher | None]) -> bool:
+        """Store the result of a compilation. Do nothing and return False if matcher_of returns None."""
         if self._waiting.get(id(found.group)) is not found:
-            return  # cancelled
+            return True  # cancelled
         try:
             matcher = matcher_of(found)
             if matcher is None:
-                return
+                return False
             found.constraints = [self._started(matcher, start) for start in found.starts]
             found.error = next((one.error for one in found.constraints if one.error is not None), None)
         except TridecodeError as error:
@@ -289,16 +275,7 @@ class Grammars:
             found.error = TridecodeError(f"the grammar could not be compiled: {type(error).__name__}")
         self._compiled.put(found)
         self.on_ready()
-
-    def _try_quickly(self, found: _Compilation) -> TokenMatcher | None:
-        """Compile a small grammar. Leave a grammar that takes longer to the slow thread, and return None."""
-        try:
-            return self._matcher(found.output, _QUICK, QUICK_CPU_MS)
-        except GrammarFault as fault:
-            if fault.reason != "time":
-                raise
-        self._slow.put(found)
-        return None
+        return True
 
     def _started(self, matcher: TokenMatcher, start: Start) -> Constraint:
         constraint = Constraint(
@@ -308,25 +285,30 @@ class Grammars:
         constraint.ready = True
         return constraint
 
-    def _matcher(
-        self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
-    ) -> TokenMatcher:
-        """Return the compiled grammar, from the cache if possible. connection, cpu_ms: see the checker."""
+    def _matcher(self, output: StructuredOutput, turn: Turn) -> TokenMatcher | None:
+        """Return the compiled grammar, from the cache if possible; None if it takes too long for the turn."""
         assert self._compiler is not None
         key, begun = self._cache.key(output), time.monotonic()
         known = self._cache.get(key)
         if known is not None:
             return known
         try:
-            if self._checker is None:
-                prepared = prepare(output)
-            else:
-                prepared = self._checker.check(output, connection, cpu_ms)
-            matcher = self._compiler.compile(prepared)
+            matcher = self._compiler.compile(self._checked(output, turn))
         except GrammarFault as fault:
-            if fault.reason in ("time", "memory") and cpu_ms is None:
+            if turn.is_short and fault.reason == "time":
+                return None
+            if fault.reason in ("time", "memory"):
                 self._cache.refuse(key, fault)
             raise
         self.counts.add_compiled(time.monotonic() - begun)
         self._cache.put(key, matcher, len(output.text))
         return matcher
+
+    def _checked(self, output: StructuredOutput, turn: Turn) -> StructuredOutput:
+        """Return what the engine has to compile; the checker has compiled it within the limits."""
+        if self._checker is None:
+            return prepare(output)
+        check = self._checker.begin(output, turn.number, QUICK_MS if turn.is_short else None)
+        if not check.wait(QUICK_MS / 1e3):
+            turn.give_way()
+        return check.result()
