@@ -1,10 +1,10 @@
-"""The blocks that lack keys and values of the drafter. Host only, without torch.
+"""Tracks the blocks without keys and values of the drafter. Host only, without torch.
 
-A drafter with a cache of its own keeps it in further layers of the target's blocks
-(DeviceState.draft_layers). It reads every prompt, but not the tokens of steps that are not worth drafts.
-Blocks with such tokens are complete for the target and enter the index, but the drafter lacks them until it
-has read their tokens (speculation/draft_reads.py). All its keys behind the first missing token are wrong,
-too, so one number describes a sequence: Sequence.draft_gap.
+A drafter with its own cache keeps it in additional layers of the target's blocks (DeviceState.draft_layers).
+It reads every prompt, but not the tokens of steps that are not worth drafts. Blocks with such tokens are
+complete for the target and enter the index, but not complete for the drafter until it has read their tokens
+(speculation/draft_reads.py). The drafter's keys after the first missing token are wrong, too, so one number
+describes a sequence: Sequence.draft_gap.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tridecode.backend.engine.speculation.records import NO_GAP
 
 
 class DraftKeys:
-    """Used by the scheduler's thread only. What is noted of a block without an identity is stale: it is
-    written when the block gets one."""
+    """Used by the scheduler's thread only. The state of a block is valid only while the block has an
+    identity; it is written when the block gets one."""
 
     def __init__(self, block_tokens: int):
         self._size = block_tokens
@@ -34,10 +34,9 @@ class DraftKeys:
         return NO_GAP
 
     def indexed(self, sequence: Sequence, first: int, blocks: Items[int]) -> None:
-        """Note the blocks from number `first` on of a sequence, which have just got identities.
+        """Record the blocks of a sequence from number `first` on, which have just got identities.
 
-        blocks: those that have the identities, which are another sequence's where it has computed the same
-        tokens.
+        blocks: the indexed blocks; a block of another sequence if that has computed the same tokens.
         """
         gap, size = sequence.draft_gap, self._size
         for place, block in enumerate(blocks, first):
@@ -50,28 +49,28 @@ class DraftKeys:
                 self._lacking.discard(block)
 
     def read(self, sequence: Sequence, last: int) -> None:
-        """Note that the drafter reads the tokens of a sequence from its gap to `last` - 1."""
+        """Record that the drafter reads the tokens of a sequence from its gap to `last` - 1."""
         self._lacking.difference_update(
             sequence.blocks[sequence.draft_gap // self._size : last // self._size]
         )
         sequence.draft_gap = last
 
     def lose(self, sequence: Sequence, first: int) -> None:
-        """Note that the drafter has not read the tokens of a sequence from `first` on."""
+        """Record that the drafter has not read the tokens of a sequence from `first` on."""
         sequence.draft_gap = min(sequence.draft_gap, first)
         self._lacking.update(sequence.blocks[first // self._size :])
 
     def copy_out(self, key: bytes, block: int, most: int) -> None:
-        """Note that a block is copied to the host tier. most: blocks that the tier can have."""
+        """Record that a block is copied to the host tier. most: capacity of the tier in blocks."""
         if block in self._lacking:
             self._in_tier.discard(key)
             return
-        if len(self._in_tier) > 2 * most:  # some were evicted since; without a note a block is read again
+        if len(self._in_tier) > 2 * most:  # some were evicted since; unknown blocks are read again
             self._in_tier.clear()
         self._in_tier.add(key)
 
     def copy_in(self, key: bytes, block: int) -> None:
-        """Note that a block comes from the host tier. An engine that is gone has left no notes."""
+        """Record that a block comes from the host tier. Blocks of a previous engine are unknown."""
         if key in self._in_tier:
             self._lacking.discard(block)
         else:

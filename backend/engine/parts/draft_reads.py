@@ -1,5 +1,4 @@
-"""Tokens that a drafter with a cache of its own reads behind a step, because it has not read them before. No
-torch."""
+"""Tokens that a drafter with its own cache reads after a step, because it has missed them. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.encoding import ints, read, read_ints
 from tridecode.backend.engine.step.plan import StepPart, StepPlan
 
-#: tokens and rows of a step that the drafter reads, at most: a draft model of a billion parameters reads this
+#: maximum tokens and rows that the drafter reads per step: a draft model of a billion parameters reads this
 #: many tokens in the time of a decode step of LLaMA-3-8B, and a fixed buffer holds them
 MOST_TOKENS, MOST_ROWS = 256, 8
 
@@ -30,10 +29,9 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 @dataclass
 class DraftReads(StepPart):
-    """rows: (n,) int32, ascending rows of the plan, which have a slot. firsts, counts: (n,) int32, the
-    position of the first token of each and the number of tokens. token_ids: (sum of counts,) int32. The
-    drafter writes its keys and values of these tokens to the blocks of the row behind the step, before it
-    drafts. No result.
+    """rows: (n,) int32, ascending rows of the plan with a slot. firsts, counts: (n,) int32, position of the
+    first token of each row, and number of tokens. token_ids: (sum of counts,) int32. After the step, the
+    drafter writes its keys and values of these tokens to the blocks of the row, before it drafts. No result.
     """
 
     tag = "draft_reads"

@@ -1,9 +1,9 @@
-"""Lets a drafter with a cache of its own read the tokens that it has missed. No torch.
+"""Plans when a drafter with its own cache reads the tokens that it has missed. No torch.
 
 While steps are not worth drafts, such a drafter does not run for decoding sequences, and prompts may begin
-with blocks that it lacks (cache/draft_keys.py). Where drafts promise something again, it reads the missing
-tokens behind steps, a few at a time. The target's keys and values do not change, so this may write to blocks
-that others share: they need the same values, and do not draft before they are written.
+with blocks that lack its keys (cache/draft_keys.py). When drafts are worth their time again, it reads the
+missing tokens after steps, a few at a time. The target's keys and values do not change, so the drafter may
+write to shared blocks: all their sequences need the same values, and do not draft before these are written.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.speculation.records import NO_GAP
 from tridecode.backend.engine.step.plan import StepPlan
 
-#: steps between two looks while no sequence with missing tokens is worth drafts
+#: steps between two checks while no sequence with missing tokens is worth drafts
 _REST = 8
-#: missing tokens for each token that a sequence may still have, at most: reading them must pay
+#: maximum missing tokens per token that a sequence may still generate: reading them must pay
 _MOST_MISSING = 64
-#: the first draft of a row reads its newest tokens itself, this many
+#: number of newest tokens that the first draft of a row reads itself
 _NEWEST = 2
 
 
 class DraftReadPlanner:
-    """Plans the part DraftReads. most: tokens of a step, at most."""
+    """Plans the part DraftReads. most: maximum tokens per step."""
 
     def __init__(self, keys: DraftKeys, most: int):
         self._keys, self._most = keys, min(most, MOST_TOKENS)
@@ -37,8 +37,8 @@ class DraftReadPlanner:
     ) -> None:
         """Add the part to a plan of decode rows, if drafts of sequences with missing tokens are worth it.
 
-        rows: those that are sampled. sequences, mosts: of these rows, as for Learning.choose. A sequence that
-        lacks nothing afterwards may be drafted for behind this step.
+        rows: the sampled rows. sequences, mosts: of these rows, as for Learning.choose. A sequence without
+        missing tokens afterwards may get drafts after this step.
         """
         if self._rest > 0:
             self._rest -= 1
@@ -74,8 +74,8 @@ class DraftReadPlanner:
                 one.draft_gap = NO_GAP
 
     def _may_read(self, sequence: Sequence, most: int) -> bool:
-        """Return whether missing tokens of a row may be read behind this step. most: drafts that the next
-        step may have."""
+        """Return whether missing tokens of a row may be read after this step. most: maximum drafts of the
+        next step."""
         gap = sequence.draft_gap
         if gap == NO_GAP or not most or sequence.unsettled or sequence.in_flight > _NEWEST:
             return False
@@ -83,7 +83,7 @@ class DraftReadPlanner:
         return sequence.num_known - gap <= _MOST_MISSING * left
 
     def abandon(self, plan: StepPlan) -> None:
-        """Note that a plan has not run."""
+        """Record that a plan has not run."""
         part = plan.part(DraftReads)
         if part is not None:
             for row, first in zip(part.rows.tolist(), part.firsts.tolist()):
