@@ -15,7 +15,7 @@ from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 CACHE_SCOPES = ("all", "salt", "none")
 #: values of speculation
-SPECULATION = ("off", "lookup", "draft", "heads")
+SPECULATION = ("off", "lookup", "draft", "heads", "lookup+draft", "lookup+heads")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -179,14 +179,14 @@ class EngineConfig:
         "off",
         "drafter of the tokens that a step verifies together: off, lookup (searches the sequence's own "
         "text and finished answers), draft (the draft model in draft_path), heads (one-pass heads in "
-        "draft_path); "
+        "draft_path), lookup+draft or lookup+heads (the more promising of both, for each row); "
         "docs/guides/speculation.md",
         _one_of(*SPECULATION),
     )
     draft_path: str = setting(
         "none",
         "folder of the draft model's weights and tokenizer, or of the heads that `tridecode train-draft` "
-        "wrote, relative to the folder of `config.pbtxt`; for `speculation` = draft or heads",
+        "wrote, relative to the folder of `config.pbtxt`; for `speculation` with draft or heads",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(
@@ -238,6 +238,16 @@ class EngineConfig:
 
     # parameters of the config.pbtxt that the engine does not read
     extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether drafts are searched in earlier text."""
+        return self.speculation.startswith("lookup")
+
+    @property
+    def drafter(self) -> str:
+        """Return the drafter that has weights in draft_path, or the value of speculation without one."""
+        return self.speculation.removeprefix("lookup+")
 
     @property
     def slots(self) -> int:

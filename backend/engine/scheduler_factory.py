@@ -16,6 +16,7 @@ from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.drafts import may_draft
 from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.speculation.combined import CombinedLearning
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.device_ids import DeviceIds
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
@@ -76,15 +77,24 @@ def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     """Let the scheduler verify drafts, which the device finds, or rank 0 where plans have all ids."""
     most = engine.most_drafts
     policy = DepthPolicy(engine.step_costs, most)
-    if engine.drafter is not None and engine.drafter.is_planned:
-        planned, keeps_cache = engine.drafter.source, engine.drafter.keeps_cache
-        learning = Learning(policy, None, planned=planned, keeps_cache=keeps_cache)
-        scheduler.planner.use_drafter(DeviceIds(), learning, most)
-        return
-    sources = AnswerSources(may_draft)
-    host = HostLookup(most, RING_TOKENS) if engine.drafter is None else None
-    scheduler.planner.use_drafter(host or DeviceIds(), Learning(policy, sources, host), most)
-    scheduler.on_end.append(sources.finished)
+    drafter, sources = engine.drafter, AnswerSources(may_draft)
+    host = HostLookup(most, RING_TOKENS) if drafter is None else None
+    if drafter is None or not drafter.is_planned:
+        learning = Learning(policy, sources, host)
+    elif drafter.looks_up:
+        learning = CombinedLearning(
+            policy,
+            sources,
+            planned=drafter.source,
+            keeps_cache=drafter.keeps_cache,
+            reads_rows=drafter.reads_rows,
+            most_planned=drafter.most_planned,
+        )
+    else:
+        learning = Learning(policy, None, planned=drafter.source, keeps_cache=drafter.keeps_cache)
+    scheduler.planner.use_drafter(host or DeviceIds(), learning, most)
+    if learning.sources is not None:
+        scheduler.on_end.append(sources.finished)
 
 
 def host_tier(engine: Engine) -> HostTier | None:

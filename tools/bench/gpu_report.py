@@ -35,6 +35,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_adapters_gpu.py",
     "tests/backend/engine/test_draft_model_gpu.py",
     "tests/backend/engine/test_heads_gpu.py",
+    "tests/backend/engine/test_combined_drafts_gpu.py",
     "tests/backend/engine/test_drafts_gpu.py",
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",

@@ -38,7 +38,7 @@ def draft_faults(
     findings. tokenizer: folder of the served model's tokenizer; None: there is none. Kind and size of the
     untrusted files are checked first.
     """
-    if engine.speculation != DRAFT:
+    if engine.drafter != DRAFT:
         return
     config = with_folders(engine, folder)
     files = {"config.ini": _MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_JSON_BYTES, "tokenizer.json": MAX_JSON_BYTES}

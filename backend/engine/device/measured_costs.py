@@ -43,7 +43,10 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
         ratio = seconds / plain[rows]
         log.info("a step of %d rows of %d tokens: %.2f x one of a token each", rows, queries, ratio)
     launch = 0.0 if engine.query_graphs is None else _seconds(engine, empty_rows(1, 2), graphs=False)
-    return StepCosts(plain, several, launch)
+    searched = None
+    if engine.drafter is not None and engine.drafter.is_planned and engine.drafter.looks_up:
+        searched = {shape: _seconds(engine, empty_rows(*shape)) for shape in shapes}
+    return StepCosts(plain, several, launch, searched)
 
 
 def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0, graphs: bool = True) -> float:

@@ -81,7 +81,7 @@ def identity_of(
     facts += [f"{name}={getattr(config, name)}" for name in _SETTINGS]
     facts += [f"rank={rank}", f"torch={torch.__version__}", f"device={device.type}"]
     folders = [directory] if config.weights == "files" else []
-    if config.speculation == DRAFT:  # the blocks include layers for the draft model's keys and values
+    if config.drafter == DRAFT:  # the blocks include layers for the draft model's keys and values
         folders.append(Path(config.draft_path))
         facts.append(DRAFT)
     for folder in folders:

@@ -10,12 +10,14 @@ import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.parts.encoding import ints, read, read_ints
+from tridecode.backend.engine.speculation.records import NEVER
 from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPart, StepPlan
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     count: Annotated[int, msgspec.Meta(ge=1, lt=MOST_QUERIES)]
     rows: bytes
+    least: Annotated[int, msgspec.Meta(ge=1, le=NEVER)] = NEVER
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -24,13 +26,15 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 @dataclass
 class Drafting(StepPart):
     """count: drafts after the newest token of each row. rows: (n,) int32, ascending rows of the plan that are
-    sampled and have a slot. The plan's block tables have room for `count` tokens more than each row's tokens.
-    No result: the drafts stay on the device.
+    sampled and have a slot. least: a row with a match of this many tokens or more keeps the drafts of the
+    match instead. The plan's block tables have room for `count` tokens more than each row's tokens. No
+    result: the drafts stay on the device.
     """
 
     tag = "drafting"
     count: int
     rows: np.ndarray
+    least: int = NEVER
 
     @property
     def captures(self) -> bool:
@@ -41,7 +45,7 @@ class Drafting(StepPart):
         return True
 
     def encode(self) -> Any:
-        return _Frame(self.count, ints(self.rows))
+        return _Frame(self.count, ints(self.rows), self.least)
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> Drafting:
@@ -55,4 +59,4 @@ class Drafting(StepPart):
             )
         if ((plan.slots[rows] < 0) | (plan.samples[rows] < 1)).any():
             raise TridecodeError(f"{where} has a row without a slot or without a sample")
-        return cls(found.count, rows)
+        return cls(found.count, rows, found.least)

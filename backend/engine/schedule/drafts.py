@@ -191,14 +191,15 @@ class DraftPlanner:
                     columns = max(columns, -(-tokens // cache.block_tokens))
                     assert record is not None
                     record.ahead = most
-        if self._reads is not None and plan.num_decodes == plan.num_rows:
+        is_read = plan.num_decodes < plan.num_rows or (learning.reads_rows and plan.queries > 0)
+        if self._reads is not None and not is_read:
             drafted = set(chosen)
             for row, sequence in enumerate(plan.sequences):  # the drafter does not read their tokens
                 if row not in drafted:
                     sequence.draft_gap = min(sequence.draft_gap, sequence.num_known - 1)
         if chosen:
             plan.block_tables = cache.tables[plan.slots, :columns]
-            plan.parts.append(Drafting(count, np.array(chosen, np.int32)))
+            plan.parts.append(Drafting(count, np.array(chosen, np.int32), learning.least_match))
 
     def _counts_ahead(
         self, learning: Learning, plan: StepPlan, rows: list[int], sequences: list[Sequence]

@@ -162,8 +162,8 @@ class Planner:
             if copies is not None:
                 plan.parts.append(copies)
         if self.drafts is not None and self.drafts.learning is not None:
-            self.drafts.plan_ahead(plan)
             self.drafts.learning.begin_step(plan)
+            self.drafts.plan_ahead(plan)
         for chunk in chunks:
             self.cache.index_written(chunk.sequence)
             self.counters.computed_prompt_tokens += chunk.num_tokens

@@ -11,7 +11,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tridecode.backend.engine.speculation.records import FIRST_CHANCES, GRAMMAR, DraftRecord
+from tridecode.backend.engine.speculation.records import (
+    FIRST_CHANCES,
+    GRAMMAR,
+    NEVER,
+    SEARCHES,
+    DraftRecord,
+)
 
 #: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
@@ -28,15 +34,17 @@ class StepCosts:
     """Seconds per step of decode rows, measured at start-up. plain: padded rows -> seconds of a step without
     drafts. several: (padded rows, tokens per row) -> seconds of a step that verifies drafts, including the
     time in which a planned drafter computes them. launch: seconds of a small step without a CUDA graph, the
-    least that a step with drafts of a grammar takes; 0.0 where there are no graphs."""
+    least that a step with drafts of a grammar takes; 0.0 where there are no graphs. searched: as `several`,
+    without the time of the planned drafter, if the engine also searches for drafts."""
 
     plain: Mapping[int, float]
     several: Mapping[tuple[int, int], float]
     launch: float = 0.0
+    searched: Mapping[tuple[int, int], float] | None = None
 
-    def widths(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
+    def widths(self, rows: int, searched: bool = False) -> tuple[float, list[tuple[int, float]]]:
         """Return the seconds of a plain step of `rows` rows, and each width that it can have with its
-        seconds; (0.0, []) if it can have none."""
+        seconds; (0.0, []) if it can have none. searched: whether the drafts are those of a search."""
         sizes = sorted({size for size, _ in self.several})
         place = bisect_left(sizes, rows)
         plains = sorted(self.plain)
@@ -44,7 +52,8 @@ class StepCosts:
         if place == len(sizes) or plain == len(plains):
             return 0.0, []
         padded = sizes[place]
-        found = [(width, cost) for (size, width), cost in self.several.items() if size == padded]
+        costs = self.searched if searched and self.searched is not None else self.several
+        found = [(width, cost) for (size, width), cost in costs.items() if size == padded]
         return self.plain[plains[plain]], sorted(width for width in found if width[0] > 1)
 
 
@@ -58,36 +67,43 @@ class DepthPolicy:
     costs: StepCosts | None
     most: int
     _shared: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
-    _widths: dict[int, tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
+    _widths: dict[tuple[int, bool], tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
 
     def may_widen(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
         return self.costs is None or bool(self._widths_of(rows)[1])
 
-    def choose(self, records: Sequence[DraftRecord | None], mosts: Sequence[int]) -> list[int]:
+    def choose(
+        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], searched: bool = False
+    ) -> list[int]:
         """Return the number of drafts of each row of a step.
 
         records: of the rows, None for one without drafts. mosts: the most drafts that each may have.
+        searched: whether no planned drafter has computed drafts for the step.
         """
         mosts = [min(most, self.most) for most in mosts]
         if self.costs is None:
             return [most if self.chance(record) else 0 for record, most in zip(records, mosts)]
         forced = [record is not None and record.source == GRAMMAR for record in records]
         if not any(most for most, is_forced in zip(mosts, forced) if is_forced):
-            return self._best(records, mosts)[1]
+            return self._best(records, mosts, searched=searched)[1]
         others = [0 if is_forced else most for most, is_forced in zip(mosts, forced)]
         return max(
-            self._best(records, others),
-            self._best(records, mosts, self.costs.launch),
+            self._best(records, others, searched=searched),
+            self._best(records, mosts, self.costs.launch, searched),
             key=lambda found: found[0],
         )[1]
 
     def _best(
-        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], least: float = 0.0
+        self,
+        records: Sequence[DraftRecord | None],
+        mosts: Sequence[int],
+        least: float = 0.0,
+        searched: bool = False,
     ) -> tuple[float, list[int]]:
         """Return the expected tokens per second of the best width of a step, and the drafts of each row.
         least: seconds that a step with drafts takes, at least."""
-        plain, widths = self._widths_of(len(records))
+        plain, widths = self._widths_of(len(records), searched)
         chances = [self.chance(record) for record in records]
         mosts = [most if chance > 0 else 0 for most, chance in zip(mosts, chances)]
         if not widths or not any(mosts):
@@ -127,11 +143,18 @@ class DepthPolicy:
         kind = DraftRecord(source=source).kind
         self._shared[kind] += _RECOVERY * (FIRST_CHANCES[kind] - self._shared[kind])
 
-    def _widths_of(self, rows: int) -> tuple[float, list[tuple[int, float]]]:
-        found = self._widths.get(rows)
+    def least_match(self, source: int) -> int:
+        """Return the length from which the drafts of a match are right at least as often as those of a
+        planned drafter; NEVER if they never are."""
+        chance = self._shared[DraftRecord(source=source).kind]
+        lengths = (2 ** (kind - 1) for kind in range(2, SEARCHES) if self._shared[kind] >= chance)
+        return next(lengths, NEVER)
+
+    def _widths_of(self, rows: int, searched: bool = False) -> tuple[float, list[tuple[int, float]]]:
+        found = self._widths.get((rows, searched))
         if found is None:
             assert self.costs is not None
-            found = self._widths[rows] = self.costs.widths(rows)
+            found = self._widths[rows, searched] = self.costs.widths(rows, searched)
         return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
-from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, NO_GAP, DraftRecord
+from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, NEVER, NO_GAP, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
@@ -24,8 +24,8 @@ class Learning:
 
     sources: the searched texts; None: no search. host: the search on rank 0; None: each rank's device
     searches. planned: DraftRecord.source of the planned drafter, which computes drafts after the steps that
-    have the part Drafting; 0: none. keeps_cache: DeviceDrafter.keeps_cache of the planned drafter. drafted,
-    accepted: name of a drafter -> total.
+    have the part Drafting; 0: none. keeps_cache, reads_rows: those of DeviceDrafter, of the planned drafter.
+    drafted, accepted: name of a drafter -> total.
     """
 
     policy: DepthPolicy
@@ -33,9 +33,15 @@ class Learning:
     host: HostLookup | None = None
     planned: int = 0
     keeps_cache: bool = False
+    reads_rows: bool = False
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     _idle_steps: int = 0
+
+    @property
+    def least_match(self) -> int:
+        """Return Drafting.least for the next plan."""
+        return NEVER
 
     def may_draft(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
@@ -64,8 +70,8 @@ class Learning:
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts per row the planned drafter computes after a step, for the next step.
         mosts: as for `choose`, for the next step. may: whether the next step may have drafts."""
-        records = self._records(sequences)
-        counts = self.policy.choose(records, mosts) if may else [0] * len(mosts)
+        self._records(sequences)
+        counts = self.promises(sequences, mosts) if may else [0] * len(mosts)
         if any(counts):
             self._idle_steps = 0
             return counts
@@ -87,12 +93,11 @@ class Learning:
     def keeps(self, sequence: Sequence) -> bool:
         """Return whether the planned drafter continues to fill its cache for a row that gets no drafts now.
         It does so for some steps, so that the row does not lose its drafts to a short load peak."""
-        return (
-            self.keeps_cache
-            and self._idle_steps <= _PATIENCE
-            and sequence.draft_gap == NO_GAP
-            and self.policy.chance(sequence.draft_record) > 0
-        )
+        return self._keeps(sequence, sequence.draft_record)
+
+    def _keeps(self, sequence: Sequence, record: DraftRecord | None) -> bool:
+        is_soon = self.keeps_cache and self._idle_steps <= _PATIENCE
+        return is_soon and sequence.draft_gap == NO_GAP and self.policy.chance(record) > 0
 
     def begin_step(self, plan: StepPlan) -> None:
         """Add the new texts and the slots that start to a plan."""
@@ -118,19 +123,24 @@ class Learning:
             if record is None:
                 continue
             if may_draft and row < plan.num_decodes and plan.samples[row] == 1:
-                self.policy.learn(record, 1, agreed)
+                self.policy.learn(self._newest(record), 1, agreed)
             record.matched, record.source = matched, source
 
     def _verified(self, sequence: Sequence, drafted: int, right: int) -> None:
         record = sequence.own_record
         if record is None:
             return
-        self.policy.learn(record, drafted, right)
+        newest = self._newest(record)
+        self.policy.learn(newest, drafted, right)
         record.drafted += drafted
         record.accepted += right
-        name = DRAFTERS[record.source]
+        name = DRAFTERS[newest.source]
         self.drafted[name] += drafted
         self.accepted[name] += right
+
+    def _newest(self, record: DraftRecord) -> DraftRecord:
+        """Return the record of the drafts that a row had in a step whose result is taken now."""
+        return record if record.planned is None or not record.is_planned else record.planned
 
     def metrics(self) -> Iterator[tuple[str, float]]:
         """Yield the names and values of EngineBeat.metrics."""

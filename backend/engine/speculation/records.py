@@ -13,7 +13,10 @@ DRAFT_MODEL, HEADS, GRAMMAR = 4, 5, 6
 DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads", "grammar")
 #: DraftRecord.kind -> initial probability of a draft
 FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5, 0.98)
-_LENGTHS = 7  # kinds of a search
+#: number of kinds of a search
+SEARCHES = 7
+#: a length of a match that no match has
+NEVER = 33
 #: value of Sequence.draft_gap: the drafter's cache has all tokens
 NO_GAP = np.iinfo(np.int32).max
 
@@ -26,11 +29,15 @@ class DraftRecord:
     ahead: drafts that a planned drafter (part Drafting) computes after the newest step. chance: learned
     probability that a draft is right if the drafts before it are; below 0: nothing learned yet. drafted,
     accepted: totals. scopes: search scopes of answers and of the client's drafts; -1: none. drafts: the
-    drafts after the newest token, from a drafter on the host.
+    drafts after the newest token, from a drafter on the host. planned: in an engine that searches and has a
+    planned drafter, the record of the latter's drafts. is_planned: whether the drafts after the newest step
+    with a known result are its drafts.
     """
 
     matched: int = 0
     source: int = 0
+    planned: DraftRecord | None = None
+    is_planned: bool = False
     ahead: int = 0
     chance: float = -1.0
     drafted: int = 0
@@ -44,5 +51,5 @@ class DraftRecord:
         then 1, 2 - 3, 4 - 7, 8 - 15, 16 - 31, more), or by the planned drafter or the grammar; 0: no
         drafts."""
         if self.source >= DRAFT_MODEL:
-            return _LENGTHS + self.source - DRAFT_MODEL
-        return min(self.matched.bit_length(), _LENGTHS - 1)
+            return SEARCHES + self.source - DRAFT_MODEL
+        return min(self.matched.bit_length(), SEARCHES - 1)

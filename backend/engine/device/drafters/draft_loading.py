@@ -20,11 +20,12 @@ def draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None
     config: max_sequence_tokens may be unresolved. Raises ConfigError for a missing folder or file, another
     vocabulary size, fewer positions, and settings with which a draft model does not work.
     """
-    if config.speculation != DRAFT:
+    if config.drafter != DRAFT:
         return None
+    wanted = f"parameter speculation is {config.speculation}"
     if config.draft_path == "none":
         raise ConfigError(
-            f"parameter speculation is {DRAFT} and draft_path none; wanted the folder of a draft model, "
+            f"{wanted} and draft_path none; wanted the folder of a draft model, "
             "which `tridecode build-repo --draft` writes"
         )
     folder = Path(config.draft_path)
@@ -33,7 +34,7 @@ def draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None
         raise ConfigError(f"{where}, which has no config.ini; wanted a weight directory")
     if config.pipeline_para_size > 1:
         raise ConfigError(
-            f"parameter speculation is {DRAFT} with pipeline_para_size {config.pipeline_para_size}; wanted "
+            f"{wanted} with pipeline_para_size {config.pipeline_para_size}; wanted "
             "1: the stages of a pipeline do not share a draft model"
         )
     draft = read_model_config(folder)
@@ -45,7 +46,7 @@ def draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None
     for one, name in ((model, "the served model"), (draft, f"the draft model of {folder}")):
         if one.long_prompt_tokens:
             raise ConfigError(
-                f"parameter speculation is {DRAFT}, and {name} rotates long prompts with other factors "
+                f"{wanted}, and {name} rotates long prompts with other factors "
                 "(longrope); wanted speculation = off"
             )
     check_ranks(draft, config.tensor_para_size, 1)
@@ -61,7 +62,7 @@ def check_draft_tokenizer(config: EngineConfig, tokenizer: Path | None) -> None:
 
     tokenizer: folder of the served model's; None: requests bring token ids, so that nothing can be compared.
     """
-    if config.speculation != DRAFT or config.draft_path == "none" or tokenizer is None:
+    if config.drafter != DRAFT or config.draft_path == "none" or tokenizer is None:
         return
     if (tokenizer / "tokenizer.json").is_file():
         check_same_vocabulary(Path(config.draft_path), tokenizer, "draft_path")

@@ -64,6 +64,12 @@ class DeviceDrafter:
     #: whether a row gets no drafts once a decode step has none behind it, since the drafter's own cache then
     #: lacks tokens; `propose` reads those that the part DraftReads brings, before it drafts
     keeps_cache = False
+    #: whether `follow` also reads the rows of steps that verify: a row may keep drafts of another drafter
+    reads_rows = False
+    #: whether it also searches earlier text (combined.py)
+    looks_up = False
+    #: drafts of a row by the part Drafting, at most
+    most_planned = MOST_QUERIES - 1
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.

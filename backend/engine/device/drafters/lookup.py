@@ -32,7 +32,8 @@ class LookupDrafter(DeviceDrafter):
         self._ops, self._sampler, self._device = state.ops, sampler, device
         self._longest, self._block_tokens = config.max_sequence_tokens, config.block_tokens
         self.history = DraftHistory.allocate(config.slots, self._longest, ring, device)
-        self._found = torch.zeros((config.slots, 3), dtype=torch.int32, device=device)
+        #: what the newest search has found, by its rows
+        self.found = torch.zeros((config.slots, 3), dtype=torch.int32, device=device)
         self._host = [empty_host((config.slots, 3), torch.int32, device) for _ in range(turns)]
         self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
         self._next = self._used = 0  # place of the ring that is written next; written places
@@ -55,7 +56,7 @@ class LookupDrafter(DeviceDrafter):
         counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
         firsts = (ends - plan.samples)[rows]
         table = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
-        found = self._found[: len(rows)]
+        found = self.found[: len(rows)]
         self._ops.look_up(
             self.history,
             _on_device(torch.from_numpy(table), self._device),

@@ -67,7 +67,7 @@ class ModelDrafter(DeviceDrafter):
         self.replayed = 0
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
-        if batch.decode_tokens == batch.num_tokens:
+        if batch.decode_tokens == batch.num_tokens and not (self.reads_rows and batch.verifies):
             return
         ids = self._ids[: batch.num_tokens]
         # ids of virtual tokens (prompt tables) are beyond the vocabulary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.combined import CombinedDrafter
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter
 from tridecode.backend.engine.device.drafters.heads import HeadsDrafter, HeadWeights
 from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
@@ -16,8 +17,14 @@ def device_drafter(state: DeviceState, sampler: StepSampler, turns: int) -> Devi
 
     turns: host buffers, more than steps in flight.
     """
-    if state.config.speculation == "lookup" and not state.ranks.is_pipelined:
-        return LookupDrafter(state, sampler, RING_TOKENS, turns)
+    planned = _planned_drafter(state, turns)
+    if not state.config.looks_up or state.ranks.is_pipelined:
+        return planned
+    lookup = LookupDrafter(state, sampler, RING_TOKENS, turns)
+    return lookup if planned is None else CombinedDrafter(state, lookup, planned)
+
+
+def _planned_drafter(state: DeviceState, turns: int) -> DeviceDrafter | None:
     if state.trained is not None:
         depth = min(state.trained.info.depth, state.config.max_draft_tokens)
         tensors = state.trained.tensors

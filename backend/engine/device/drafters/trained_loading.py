@@ -35,12 +35,12 @@ def heads_info(config: EngineConfig, model: ModelConfig) -> DraftInfo | None:
     Raises ConfigError for a folder or a file that is missing, damaged or of another model, and for settings
     with which heads do not work.
     """
-    if config.speculation != HEADS:
+    if config.drafter != HEADS:
         return None
     if config.pipeline_para_size > 1:
         raise ConfigError(
-            f"parameter speculation is {HEADS} with pipeline_para_size {config.pipeline_para_size}; wanted "
-            "1: only the last stage of a pipeline has the hidden states"
+            f"parameter speculation is {config.speculation} with pipeline_para_size "
+            f"{config.pipeline_para_size}; wanted 1: only the last stage of a pipeline has the hidden states"
         )
     if config.draft_path != "none":
         return read_info(Path(config.draft_path), model, HEADS)
@@ -48,8 +48,8 @@ def heads_info(config: EngineConfig, model: ModelConfig) -> DraftInfo | None:
         size, width = model.hidden_size, usual_width(model.hidden_size)
         return DraftInfo(FORMAT, HEADS, model.family, size, model.vocab_size, _RANDOM_DEPTH, width)
     raise ConfigError(
-        f"parameter speculation is {HEADS} and draft_path none; wanted the folder that `tridecode "
-        "train-draft` wrote"
+        f"parameter speculation is {config.speculation} and draft_path none; wanted the folder that "
+        "`tridecode train-draft` wrote"
     )
 
 
