@@ -37,7 +37,7 @@ class RealEngine:
         hasher = self.scheduler.prompt_hasher
         self._doors = DoorSocket(self.endpoint, self.epoch, self.limits, self._beat, hasher=hasher)
         self._loop = DecodeLoop(self.engine, self.scheduler, self._doors, self._status)
-        self._thread = threading.Thread(target=self._loop.run, name="engine")
+        self._thread = threading.Thread(daemon=True, target=self._loop.run, name="engine")
         self._thread.start()
         return self
 

@@ -33,7 +33,7 @@ def interpreter_gaps() -> Iterator[list[float]]:
             gaps.append(time.monotonic() - before)
             before = time.monotonic()
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(daemon=True, target=watch)
     watcher.start()
     try:
         yield gaps

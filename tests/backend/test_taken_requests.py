@@ -69,7 +69,7 @@ def test_threads_that_take_and_end_requests_lose_none(taken):
             if number % 100:
                 taken.end((thread, number))
 
-    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(4)]
+    threads = [threading.Thread(daemon=True, target=serve, args=(thread,)) for thread in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -224,7 +224,7 @@ def test_sixty_four_streams_at_once_each_end_once_with_their_own_tokens(stack: S
         lengths = [int(answer.as_numpy("sequence_length")[0, 0]) - len(prompts[i]) for answer in seen]
         answers[i] = (lengths, seen[-1].as_numpy("output_ids")[0, 0].tolist())
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(64)]
+    threads = [threading.Thread(daemon=True, target=run, args=(i,)) for i in range(64)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -261,7 +261,7 @@ class Load:
         self._inputs = {**standard_inputs([[5, 9]], [50]), "resume": np.array([[resume]])}
         self.texts: list[list[int]] = []
         self.requests: list[tuple[float, float, str]] = []  # start, end, error or ""
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        self._threads = [threading.Thread(daemon=True, target=self._run) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 

@@ -69,7 +69,7 @@ def serving(script: Script) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread = threading.Thread(daemon=True, target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

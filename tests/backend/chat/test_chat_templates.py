@@ -154,7 +154,7 @@ def test_a_render_that_its_child_is_killed_under_is_given_to_one_more_child() ->
         except TemplateFault as fault:
             faults.append(str(fault))
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(daemon=True, target=work)
     thread.start()
     first = renderer.pid
     time.sleep(0.3)
@@ -175,7 +175,7 @@ def test_threads_get_their_own_answers(renderer) -> None:
         for _ in range(20):
             found[number] = renderer.render("{{ n }}" * number, {"n": number})
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
+    threads = [threading.Thread(daemon=True, target=work, args=(number,)) for number in range(1, 9)]
     for thread in threads:
         thread.start()
     for thread in threads:

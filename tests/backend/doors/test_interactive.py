@@ -285,7 +285,7 @@ def test_many_conversations_at_once(door):
             if ids_of(fake_triton.ask(door, ask(1000 + key, [new], 3, end=turn == 3))) != [history]:
                 wrong.append((key, turn))
 
-    threads = [threading.Thread(target=talk, args=(key,)) for key in range(16)]
+    threads = [threading.Thread(daemon=True, target=talk, args=(key,)) for key in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -174,7 +174,7 @@ def test_sixty_conversations_at_once(server):
                 wrong.append((number, turn))
         client.close()
 
-    threads = [threading.Thread(target=talk, args=(number,)) for number in range(60)]
+    threads = [threading.Thread(daemon=True, target=talk, args=(number,)) for number in range(60)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -137,7 +137,7 @@ def test_doors_publish_one_after_the_other(tmp_path: Path):
                 with lock:
                     inside -= 1
 
-    threads = [threading.Thread(target=enter) for _ in range(4)]
+    threads = [threading.Thread(daemon=True, target=enter) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

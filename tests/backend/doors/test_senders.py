@@ -141,7 +141,7 @@ def test_order_is_kept_while_many_threads_put(senders):
         for token in range(200):
             stream.put(Event(7, 0, [token], finish="length" if token == 199 else ""))
 
-    threads = [threading.Thread(target=feed, args=(stream,)) for _, stream in streams]
+    threads = [threading.Thread(daemon=True, target=feed, args=(stream,)) for _, stream in streams]
     for thread in threads:
         thread.start()
     for request, _ in streams:

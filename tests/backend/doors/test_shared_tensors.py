@@ -80,7 +80,7 @@ def test_a_thread_shares_the_tensors_of_short_texts() -> None:
     assert first.text("text_output", b"")[0].as_numpy().tolist() == [b""]
     assert first.text("absent", b" the") == [] == Outputs(TYPES, ["count"]).text("text_output", b" the")
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.extend(first.text("text_output", b" the")))
+    thread = threading.Thread(daemon=True, target=lambda: found.extend(first.text("text_output", b" the")))
     thread.start()
     thread.join()
     assert found and found[0] is not tensor

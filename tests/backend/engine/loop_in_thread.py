@@ -75,11 +75,11 @@ def run_loop(engine: Engine, scheduler: Scheduler) -> Iterator[LoopInThread]:
     loop = DecodeLoop(engine, scheduler, doors, status)  # type: ignore[arg-type]
     if engine.state.adapters is not None:
         engine.state.adapters.on_finished = doors.wake
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, daemon=True)  # one that hangs keeps no process from ending
     thread.start()
     try:
         yield LoopInThread(doors, status, loop, thread)
     finally:
         loop.stop()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

@@ -56,7 +56,7 @@ def meet(path: Path, of_each: list[dict[str, str]], limit_s: float = 5.0) -> lis
         except TridecodeError as error:
             raised[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(of_each))]
+    threads = [threading.Thread(daemon=True, target=run, args=(rank,)) for rank in range(len(of_each))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -104,7 +104,7 @@ def test_many_threads_may_submit_at_once(link):
             collectors[i] = Collector()
             link.submit(link.reserve(), [sequence([i], max_tokens=5)], collectors[i])
 
-    threads = [threading.Thread(target=submit, args=(20 * t,)) for t in range(6)]
+    threads = [threading.Thread(daemon=True, target=submit, args=(20 * t,)) for t in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -68,7 +68,7 @@ def test_a_thread_s_line_of_python_is_named() -> None:
     def wait_for_ever() -> None:
         gate.wait()
 
-    thread = threading.Thread(target=wait_for_ever)
+    thread = threading.Thread(daemon=True, target=wait_for_ever)
     thread.start()
     time.sleep(0.05)
     assert "called by threading.py line " in place_of(thread)

@@ -71,7 +71,7 @@ def test_beats_say_where_the_loop_sleeps_unless_it_waits_for_others(control):
     def wait_for_ever() -> None:
         gate.wait()
 
-    loop = threading.Thread(target=wait_for_ever)
+    loop = threading.Thread(daemon=True, target=wait_for_ever)
     loop.start()
     link.status.exchange, link.status.loop = waits, loop
 

@@ -126,7 +126,7 @@ def test_two_processes_convert_a_checkpoint_once(tmp_path, checkpoint) -> None:
             RepositoryCache(tmp_path / "cache", 10**9).find_or_build(checkpoint, Conversion(), build)
         )
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
+    threads = [threading.Thread(daemon=True, target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -233,7 +233,7 @@ def test_closing_ends_the_waits_of_other_threads(front) -> None:
         except (RequestCancelled, EngineDownError) as error:
             found.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(daemon=True, target=ask)
     thread.start()
     time.sleep(0.3)
     llm.close()

@@ -294,7 +294,7 @@ def test_threads_and_event_loops_share_one_model(llm) -> None:
     def ask(number: int) -> None:
         found[number] = llm.generate(PROMPTS[number], GREEDY)[0].outputs[0].token_ids
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(daemon=True, target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -194,7 +194,7 @@ def test_the_store_is_bounded(supervisor: FakeSupervisor, repo: Path, tmp_path: 
             except openai.APIStatusError:
                 made.append(False)
 
-        threads = [threading.Thread(target=send) for _ in range(6)]
+        threads = [threading.Thread(daemon=True, target=send) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
