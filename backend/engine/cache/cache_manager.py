@@ -20,7 +20,6 @@ from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.schedule.waiting import Admission
-from tridecode.backend.engine.speculation.records import NO_GAP
 
 NO_RING = np.iinfo(np.int32).max
 
@@ -89,8 +88,7 @@ class CacheManager:
         if self.tier is not None and is_alone and self.prefixes.is_brought(sequence, blocks, needed):
             return Admission.COMING
         if self.draft_keys is not None:
-            gap = self.draft_keys.gap_of(blocks) if prefix is None else prefix.draft_gap
-            sequence.draft_gap = gap if gap < length else NO_GAP
+            self.draft_keys.begin(sequence, length, blocks, prefix)
         self.index.share(blocks)  # from now on they are not evicted
         written = blocks if row is not None and row.ring else blocks[length // size :]
         copied = bool(written) and not self.index.is_exclusive(written[-1])
@@ -220,11 +218,12 @@ class CacheManager:
 
     def held(self, sequence: Sequence) -> Held:
         """Return what a sequence with a slot has in the cache."""
-        length, shift = self.lengths.item(sequence.slot), self.shifts.item(sequence.slot)
+        length = self.prefixes.written(sequence, self.lengths.item(sequence.slot))
         keys = self.prefixes.full_keys(sequence, length)
         if self.draft_keys is not None:
             self.draft_keys.indexed(sequence, 0, sequence.blocks)
-        return Held(sequence.blocks, length, context_of(sequence.group, shift), keys)
+        context = context_of(sequence.group, self.shifts.item(sequence.slot))
+        return Held(sequence.blocks, length, context, keys)
 
     def index_written(self, sequence: Sequence) -> None:
         """Index the full blocks of a prompt that the plan in the making writes. Where another sequence has

@@ -33,6 +33,13 @@ class DraftKeys:
                     return place * self._size
         return NO_GAP
 
+    def begin(
+        self, sequence: Sequence, length: int, blocks: Items[int], prefix: Sequence | None = None
+    ) -> None:
+        """Note that a sequence begins with `length` tokens in these indexed blocks, or in those of `prefix`."""
+        gap = self.gap_of(blocks) if prefix is None else prefix.draft_gap
+        sequence.draft_gap = gap if gap < length else NO_GAP
+
     def indexed(self, sequence: Sequence, first: int, blocks: Items[int]) -> None:
         """Record the blocks of a sequence from number `first` on, which have just got identities.
 

@@ -60,7 +60,7 @@ def may_verify(sequence: Sequence) -> bool:
     return (
         params.speculate
         and group.search is None
-        and group.row is None
+        and (group.row is None or not group.row.ring)
         and group.learned is None
         and not params.returns_logits
         and params.top_log_probs < 0
