@@ -36,8 +36,8 @@ def receive(
 ) -> dict[str, Any]:
     """Return the next message.
 
-    deadline: of time.monotonic(); None: the socket's own limit. most: bytes of the longest message that is
-    read. Raises TimeoutError at the deadline, EOFError at the end and for a longer message, and OSError.
+    deadline: on time.monotonic(); None: the socket's own limit. most: maximum bytes of a
+    message. Raises TimeoutError at the deadline, EOFError at the end and for a longer message, and OSError.
     """
     length = int.from_bytes(_read(connection, LENGTH, deadline), "little")
     if most is not None and length > most:
@@ -61,7 +61,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a Python file as a child that inherits only the descriptors `fds`.
 
-    With -I, neither the working directory nor PYTHONPATH leads its imports. environment: None: this
+    -I keeps the working directory and PYTHONPATH out of its imports. environment: None: this
     process's. own_session: a terminal's Ctrl-C does not reach the child. Raises OSError.
     """
     return subprocess.Popen(
@@ -76,7 +76,7 @@ def start_child(
 
 
 def memory_held() -> int:
-    """Return the bytes of this process's address space."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

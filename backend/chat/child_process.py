@@ -65,7 +65,7 @@ class RendererDown(TemplateFault):
 
 
 class ChildKilled(Exception):
-    """The child was killed from outside (by an operator, or for want of memory), not by its own limits."""
+    """The child was killed from outside (by an operator or the OOM killer), not by its own limits."""
 
 
 class Child:
@@ -95,8 +95,8 @@ class Child:
             raise RendererDown(f"the process that renders templates cannot be used: {started['fault']}")
 
     def answer(self, frame: bytes) -> dict[str, Any]:
-        """{"text": ...} or {"fault": ...}, for a caller that waits. Raises TemplateFault where the child has
-        to be replaced, ChildKilled where another child may render the same request.
+        """Return {"text": ...} or {"fault": ...}. Blocks. Raises TemplateFault if the child must be replaced,
+        ChildKilled if another child may render the same request.
         """
         deadline = time.monotonic() + self.limits.seconds
         try:
@@ -122,7 +122,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and wait for it; again without effect."""
+        """End the process and wait for it. More calls have no effect."""
         with suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
@@ -141,7 +141,7 @@ class Child:
 
 
 def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
-    """The frame that asks a child for a text. Raises TemplateFault for values that are not of JSON's types,
+    """Return the frame that requests a text. Raises TemplateFault for values that are not of JSON's types,
     and for too many bytes.
     """
     try:
@@ -155,14 +155,15 @@ def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
 
 
 def text_of(answer: Mapping[str, Any]) -> str:
-    """The text of a child's answer. Raises the TemplateFault that the answer describes."""
+    """Return the text of a child's answer. Raises the TemplateFault that the answer describes."""
     if "fault" in answer:
         raise TemplateFault(str(answer["fault"]))
     return str(answer["text"])
 
 
 def _places() -> list[str]:
-    """The folders of jinja2 and markupsafe, which -I may hide from the child (a user's site-packages)."""
+    """Return the folders of jinja2 and markupsafe, which -I may hide from the child (a user's
+    site-packages)."""
     found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     origins = [spec.origin for spec in found if spec is not None and spec.origin]
     return list(dict.fromkeys(os.path.dirname(os.path.dirname(origin)) for origin in origins))

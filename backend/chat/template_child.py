@@ -4,7 +4,8 @@
 
 FD: a connected socket. FOLDER: appended to sys.path. A frame is a length of 8 bytes and JSON. The environment
 is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags. It lacks `**` and limits
-products, so that the usual bombs get a clear error. Of ours, only backend/base/child_frames.py is loaded.
+products, so that the usual bombs get a clear error. It loads only backend/base/child_frames.py of the
+package.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _load(path: Path) -> Any:
-    """Import a file by its path: this process's sys.path need not lead to our package."""
+    """Import a file by its path, because sys.path may lack the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,7 @@
-"""Has each grammar compiled in a process of its own first (checker_child.py). No torch.
+"""Compiles each grammar in a separate process first (checker_child.py). No torch.
 
-The library's compiler cannot be interrupted, and takes time and memory that no limit of its own bounds:
-{"multipleOf": 999983} alone is minutes and gigabytes.
+The library's compiler cannot be interrupted, and its own limits do not bound its time and memory:
+{"multipleOf": 999983} alone takes minutes and gigabytes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 _CHILD = Path(__file__).with_name("checker_child.py")
 #: for the start of the processes: half a second on an idle machine
 _START_S = 60.0
-#: wall-clock limit of a compilation: this, and its CPU time this many times
+#: wall-clock limit of a compilation: a constant, plus this multiple of its CPU time
 _WALL_S, _WALL_FACTOR = 15.0, 50.0
-#: from the wall-clock limit to the answer
+#: time from the wall-clock limit to the answer
 _GRACE_S = 5.0
-#: for one compilation
+#: memory limit of a compilation
 MEMORY_BYTES = 512 << 20
-#: kinds that compile in a time that their length bounds
+#: kinds whose compilation time is bounded by their length
 _TRUSTED = ("json", "choice")
 
-#: what a connection raises whose other end is gone, or that another thread has closed
+#: errors of a connection whose other end is gone, or that another thread has closed
 _GONE = (OSError, EOFError, ValueError)
 
 
 class CheckerDown(TridecodeError):
-    """The processes that check grammars cannot be used: the grammar is not to blame."""
+    """The processes that check grammars cannot be used. The grammar is not the cause."""
 
     code = "UNAVAILABLE"
 
@@ -48,8 +48,8 @@ class CheckerDown(TridecodeError):
 class GrammarChecker:
     """The processes of one engine, started by `start` or the first check. Each thread has a connection.
 
-    folder, vocab_size, end_ids: of read_vocabulary. cpu_ms, memory: limits of a compilation with its first
-    mask, memory in bytes.
+    folder, vocab_size, end_ids: arguments of read_vocabulary. cpu_ms, memory: limits for a compilation with
+    its first mask; memory in bytes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GrammarChecker:
         self.processes()
 
     def processes(self) -> _Processes:
-        """Return the processes, which are started if there are none. Raises CheckerDown."""
+        """Return the processes; start them if necessary. Raises CheckerDown."""
         with self._lock:
             if self._processes is None:
                 self._processes = _Processes(self._arguments, self._count)
@@ -82,18 +82,18 @@ class GrammarChecker:
     def begin(self, output: StructuredOutput, connection: int, cpu_ms: float | None = None) -> Check:
         """Begin to compile a grammar. One thread at a time uses a connection, for one Check at a time.
 
-        cpu_ms: another limit than that of the checker, if it is less. Raises CheckerDown, GrammarFault.
+        cpu_ms: limit instead of the checker's, if lower. Raises CheckerDown, GrammarFault.
         """
         return Check(self, output, connection, min(cpu_ms or self.cpu_ms, self.cpu_ms))
 
     def check(
         self, output: StructuredOutput, connection: int, cpu_ms: float | None = None
     ) -> StructuredOutput:
-        """Begin to compile a grammar, and return Check.result()."""
+        """Compile a grammar and return Check.result()."""
         return self.begin(output, connection, cpu_ms).result()
 
     def drop(self, processes: _Processes | None) -> None:
-        """End processes that cannot be used any more; the next check starts others."""
+        """End processes that can no longer be used; the next check starts new ones."""
         with self._lock:
             if self._processes is processes:
                 self._processes = None
@@ -106,7 +106,7 @@ class GrammarChecker:
 
 
 class Check:
-    """A grammar that the process of one connection compiles."""
+    """A grammar that the process of a connection is compiling."""
 
     def __init__(self, checker: GrammarChecker, output: StructuredOutput, number: int, cpu_ms: float):
         self._checker, self._output = checker, output
@@ -118,15 +118,15 @@ class Check:
             self._send()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether `result` has what it needs within this time."""
+        """Return whether `result` can return within this time."""
         return self._connection is None or self._connection.has_answer(seconds)
 
     def result(self) -> StructuredOutput:
-        """Return what is to be compiled, which has compiled within its limits: the output, or what
-        schemas.prepare makes of it.
+        """Return the output for the engine to compile, after it has compiled within its limits;
+        schemas.prepare may have changed it.
 
-        Raises GrammarFault if it does not compile, CheckerDown if the processes cannot be used. Those that
-        were killed are started again, once: a grammar ends only the worker that compiles it.
+        Raises GrammarFault if it does not compile, CheckerDown if the processes cannot be used. Killed
+        processes are restarted once, because a grammar can only end the worker that compiles it.
         """
         if self._connection is None:
             return self._output
@@ -166,7 +166,7 @@ class Check:
         self._send()
 
     def _ended(self, code: int) -> TridecodeError:
-        """Return why the process ended that compiled the grammar. code: as of subprocess."""
+        """Return why the process that compiled the grammar ended. code: as in subprocess."""
         limit = f"{self._cpu_ms:g} ms of CPU time"
         if -code in (signal.SIGPROF, signal.SIGXCPU):
             wanted = f"this model accepts {limit} (grammar_cpu_ms in config.pbtxt)"
@@ -187,13 +187,13 @@ class Check:
 
 
 class _Processes:
-    """The processes of one start, and this side of their connections."""
+    """The processes of one start, and the engine's side of their connections."""
 
     def __init__(self, arguments: list[str], count: int):
-        """Start them, without waiting for them. Raises CheckerDown."""
+        """Start the processes without waiting for them. Raises CheckerDown."""
         pairs = [socket.socketpair() for _ in range(count)]
         fds = [other.fileno() for _, other in pairs]
-        # the child searches the folders of this process and nothing else
+        # the child searches only the folders of this process
         folders = os.pathsep.join(path for path in sys.path if os.path.isabs(path))
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment.update({name: "1" for name in ("RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
@@ -211,7 +211,7 @@ class _Processes:
         self.connections = [_Connection(mine) for mine, _ in pairs]
 
     def close(self) -> None:
-        """End the processes; again without effect. Any thread."""
+        """End the processes. Any thread may call it, more than once."""
         for one in self.connections:
             one.close()
         self.process.terminate()
@@ -223,16 +223,16 @@ class _Processes:
 
 
 class _Connection:
-    """This side of a connection, for one thread at a time; another one may close it. Raises _GONE."""
+    """The engine's side of a connection, for one thread at a time; others may close it. Raises _GONE."""
 
     def __init__(self, own: socket.socket):
         self._socket = own
         self._is_started = False
-        # a descriptor that is closed under a reader can be another file's before it is read
+        # a descriptor that is closed during a read may already belong to another file
         self._in_use = threading.Lock()
 
     def wait_started(self) -> str:
-        """Wait until the process takes grammars; return why it cannot take any, or ""."""
+        """Wait until the process accepts grammars; return why it cannot, or ""."""
         if not self._is_started:
             fault = self.receive(time.monotonic() + _START_S)["fault"]
             self._is_started = not fault
@@ -258,7 +258,7 @@ class _Connection:
             return child_frames.receive(self._socket, deadline)
 
     def close(self) -> None:
-        """Let the thread that uses it find its end, and close it."""
+        """Wake the thread that uses the connection, and close it."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

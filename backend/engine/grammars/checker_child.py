@@ -1,12 +1,12 @@
-"""The processes that compile each grammar before the engine does: one that never ends harms only itself.
+"""The processes that compile each grammar before the engine, so that an endless one does no harm.
 
     python -I checker_child.py PATH FOLDER VOCAB_SIZE END_IDS MEMORY_BYTES FD...
 
-PATH: the folders of sys.path of the engine's process. FOLDER: of the tokenizer. END_IDS: separated by
+PATH: the folders of sys.path of the engine's process. FOLDER: the tokenizer's. END_IDS: separated by
 commas. FD: connected sockets (base/child_frames.py), each with a worker (checker_worker.py).
 
-This process reads the vocabulary and forks the workers. One worker more than there are connections is warmed
-up and waits, and replaces a worker that the kernel has ended at a limit: no grammar waits for a fork.
+This process reads the vocabulary and forks the workers. A spare worker is warmed up and replaces a worker
+that the kernel has ended at a limit, so that no grammar waits for a fork.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tridecode.backend.engine.grammars.checker_worker import RECYCLED, Worker
 from tridecode.backend.engine.grammars.guidance import Guidance
 from tridecode.backend.engine.grammars.vocabulary import read_vocabulary
 
-#: signals from outside, which may leave half a message; others come from a limit or a crash of the library
+#: signals from outside, which may interrupt a message; others come from a limit or a crash of the library
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -49,20 +49,21 @@ def main(arguments: list[str]) -> None:
 
 
 class ForkServer:
-    """Forks workers and waits for their ends. It holds all connections, and reads from none.
+    """Forks workers and waits for their exit. It holds all connections but does not read from them.
 
-    Each child gets the reading end of a pipe of its own: a byte names its connection, and the end of the
-    pipe says that this process has gone.
+    Each child gets the reading end of a separate pipe: a byte names its connection, and the end of the
+    pipe shows that this process has ended.
     """
 
     def __init__(self, connections: list[socket.socket], worker: Worker):
         self._connections, self._worker = connections, worker
-        self._lifelines: dict[int, int] = {}  # by process id
-        self._numbers: dict[int, int] = {}  # of the connection, by process id
+        self._lifelines: dict[int, int] = {}  # process id -> pipe
+        self._numbers: dict[int, int] = {}  # process id -> number of the connection
         self._spare: int | None = None
 
     def run(self) -> None:
-        """Return when a worker has ended without a grammar's doing: its engine has gone, or it was killed.
+        """Return when a worker has ended for a reason other than a grammar: the engine has gone, or it was
+        killed.
 
         SIGTERM raises SystemExit. The workers end, too.
         """
@@ -84,7 +85,7 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     def _has_ended(self, pid: int, status: int) -> bool:
-        """Replace a worker; return False where all of them are to end."""
+        """Replace a worker; return False if all workers should end."""
         os.close(self._lifelines.pop(pid))
         if pid == self._spare:  # the next one is forked when it is needed
             self._spare = None
@@ -99,10 +100,10 @@ class ForkServer:
         return True
 
     def _assign(self, number: int) -> None:
-        """Give a connection to the worker that waits, or to a new one."""
+        """Give a connection to the spare worker, or to a new one."""
         pid, self._spare = self._spare or self._fork(), None
         self._numbers[pid] = number
-        with suppress(BrokenPipeError):  # it was killed: run() learns of it
+        with suppress(BrokenPipeError):  # it was killed: run() notices
             os.write(self._lifelines[pid], bytes([number]))
 
     def _fork(self) -> int:

@@ -1,4 +1,4 @@
-"""A process that compiles one grammar after the other, each within limits that the kernel keeps."""
+"""A process that compiles one grammar after the other, each within limits that the kernel enforces."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tridecode.backend.engine.grammars.schemas import prepare
 from tridecode.backend.engine.grammars.warm_up import warm_up
 from tridecode.backend.wire.structured_output import StructuredOutput
 
-#: exit code of a worker that is to be replaced
+#: exit code of a worker that should be replaced
 RECYCLED = 3
-#: growth of a worker's memory, and grammars, after which it is replaced
+#: growth of a worker's memory, and number of grammars, after which it is replaced
 _MOST_GROWTH, _MOST_GRAMMARS = 64 << 20, 1000
 _LIMITS = (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU)
 
@@ -28,7 +28,7 @@ _LIMITS = (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU)
 class Worker:
     """Compiles the grammars of a connection.
 
-    memory: bytes of a compilation, beyond those that the process has.
+    memory: bytes of a compilation, in addition to the memory that the process has.
     """
 
     def __init__(self, compiler: Guidance, vocab_size: int, memory: int):
@@ -40,10 +40,10 @@ class Worker:
         warm_up(self._compiler, self._vocab_size)
 
     def serve(self, connection: socket.socket, lifeline: int) -> None:
-        """Answer requests up to the end of the connection, or up to the end of the pipe `lifeline`.
+        """Answer requests until the connection or the pipe `lifeline` ends.
 
         A request is {"kind", "text", "cpu_ms", "wall_s"}; the answer is {"fault", "reason"}, or {"text"} of a
-        schema to compile instead. Ends the process with RECYCLED where another worker is to replace it.
+        schema to compile instead. Exits with RECYCLED if another worker should replace this one.
         """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _LIMITS)
         for number in (*_LIMITS, signal.SIGTERM):

@@ -1,8 +1,8 @@
-"""Threads that compile grammars; everyday ones do not wait for large ones. No torch.
+"""Threads that compile grammars, so that typical grammars do not wait for large ones. No torch.
 
-One thread at a time, the leader, takes new jobs. A job that takes long stays with its thread, and an idle
-thread takes the lead. While all others are busy, the leader gives up a job that takes long, and the next idle
-thread begins it again.
+One thread at a time, the leader, takes new jobs. If a job takes long, its thread keeps it and an idle
+thread becomes the leader. If all other threads are busy, the leader gives up a job that takes long, and the
+next idle thread starts it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 class Turn:
     """One job of a thread.
 
-    number: of the thread. is_short: the job is to be given up if it takes long. give_way: lets another thread
+    number: number of the thread. is_short: give up the job if it takes long. give_way: lets another thread
     take new jobs.
     """
 
@@ -29,10 +29,10 @@ class Turn:
 
 
 class CompileThreads:
-    """Jobs for at least two threads, whose bodies are `run`.
+    """Jobs for at least two threads, which execute `run`.
 
-    work: does a job, and must not raise. It calls `give_way` of its turn when the job takes long, and returns
-    False where the job was given up.
+    work: does a job, and must not raise. It calls `give_way` of its turn if the job takes long, and returns
+    False if the job was given up.
     """
 
     def __init__(self, work: Callable[[Any, Turn], bool]):
@@ -53,7 +53,7 @@ class CompileThreads:
         self._new.put(None)
 
     def run(self, number: int) -> None:
-        """Do jobs until `close`. number: of this thread."""
+        """Do jobs until `close`. number: number of this thread."""
         while True:
             job = self._next_long(number)
             if job is not None:
@@ -64,7 +64,7 @@ class CompileThreads:
                 self._end()
                 return
             with self._changed:
-                # a job of _long is an idle thread's next one
+                # idle threads take jobs of _long first
                 is_short = self._idle <= len(self._long)
             is_done = self._work(job, Turn(number, is_short, lambda: self._give_way(number)))
             with self._changed:
@@ -74,7 +74,7 @@ class CompileThreads:
             self._give_way(number)
 
     def _next_long(self, number: int) -> Any:
-        """Return a job that was given up; None where this thread has become the leader, or is to end."""
+        """Return a job that was given up; None if this thread has become the leader or should end."""
         with self._changed:
             self._idle += 1
             while self._leader is not None and not self._long and not self._is_closed:
@@ -88,7 +88,7 @@ class CompileThreads:
             return self._long.popleft()
 
     def _give_way(self, number: int) -> None:
-        """Let another thread take new jobs; again without effect."""
+        """Let another thread take new jobs; more calls have no effect."""
         with self._changed:
             if self._leader == number:
                 self._leader = None

@@ -1,4 +1,4 @@
-"""Grammars that a process compiles before the first request: the first of a kind takes longer than others."""
+"""Grammars that a process compiles before the first request, because the first of a kind takes longer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OUTPUTS = (
 
 
 def warm_up(compiler: GrammarCompiler, vocab_size: int) -> None:
-    """Compile a few everyday grammars and their first masks."""
+    """Compile a few typical grammars and their first masks."""
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for output in _OUTPUTS:
         try:

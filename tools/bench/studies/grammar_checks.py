@@ -1,10 +1,10 @@
-"""The time of a grammar's compilation with its check in another process, and of the refusal of endless ones.
+"""Measures compilations of grammars with their check in another process, and refusals of endless grammars.
 
     python -m tridecode.tools.bench.studies.grammar_checks --tokenizer-dir FOLDER
 
-Each schema is compiled alone, then checked and compiled, in turns. "everyday" are variants of one record;
-`--schemas FILE`, a JSON array, adds others. Times are wall-clock times of one request after the other, from
-the request to the first mask; ratios are to the compilation alone.
+Alternates compiling each schema alone, and checking and compiling it. "everyday" are variants of one record;
+`--schemas FILE`, a JSON array, adds others. Times are wall-clock times from a request to its first mask, one
+request after the other; ratios are relative to the compilation alone.
 """
 
 from __future__ import annotations
