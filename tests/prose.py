@@ -1,11 +1,12 @@
 """Refuse prose that is hard to parse: `python -m tests.prose [files]`.
 
 A comment or docstring must not open with a bare preposition or relative ("Of few rows ...",
-"What another item costs"). IDIOMS are refused anywhere in comments, docstrings, messages and
-pages; WORDS are refused there too, except in CUDA and C++ sources, whose comments belong to the
-hash of the compiled kernels and are therefore not edited for a word. Python is read with tokenize
-and ast, CUDA and C++ with a scanner of comments, Markdown by paragraph without code. Consecutive
-comment lines are one comment, so that a continued sentence does not count as an opening.
+"What another item costs"); a comment of Python must not open with "what", "those" or "which". IDIOMS are
+refused anywhere in comments, docstrings, messages and pages; WORDS are refused there too, except in CUDA and
+C++ sources, whose comments belong to the hash of the compiled kernels and are therefore not edited for a
+word. Python is read with tokenize and ast, CUDA and C++ with a scanner of comments, Markdown by paragraph
+without code. Consecutive comment lines are one comment, so that a continued sentence does not count as an
+opening.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ OPENING = re.compile(
     r"(Of|As|To|By|With|On|In|At|From|For|Into|Until|Before|After|Behind|Beside|"
     r"Where|What|Whether|Why|Which|How|That|Those|Also|Else) [a-z]"
 )
+#: the same for comments of one line, which begin in lower case; Python only
+FRAGMENT = re.compile(r"(what|those|which|whose) [a-z]")
 IDIOMS = {
     re.compile(r"\bso (many|few|much) (?!(that|as)\b)[a-z]+", re.IGNORECASE): "say how many",
     re.compile(r"(?<!there )\b(is|are) no (?!(longer|more|less)\b|[a-z]+er than)[a-z0-9]+", re.IGNORECASE): (
@@ -50,7 +53,14 @@ WORDS = {
         rf"\b(ms|us|MiB|GiB|GB|MB|KiB|bytes|tokens|requests|messages|words|one) an? ({_UNITS})\b"
         r"(?! (is|are|was|that|which|may|can|must|has|have|keeps?)\b)"
     ): 'say "per"',
+    re.compile(
+        r"\b(four|three|two|us|one) an? (lane|chunk|response|thread|stream|column|block)\b"
+    ): 'say "per"',
     re.compile(r"\banew\b"): 'say "again"',
+    re.compile(r"\bagain and again\b"): 'say "repeatedly"',
+    re.compile(r"\bby way of\b"): 'say "through"',
+    re.compile(r"\bmended\b"): 'say "corrected" or "fixed"',
+    re.compile(r"\b(hence|thereby|thereof|therein)\b", re.IGNORECASE): 'say "so" or "therefore"',
     re.compile(r"\bon (its|their) way\b"): 'say "in flight"',
     re.compile(r"\b(is|are|was|were) told apart\b"): 'say "distinguished"',
 }
@@ -146,7 +156,8 @@ def findings(path: Path) -> Iterator[str]:
         return
     comments = list(cxx_prose(source) if path.suffix in CXX else python_prose(source))
     for line, text in comments:
-        if found := OPENING.match(text):
+        found = OPENING.match(text) or (path.suffix == ".py" and FRAGMENT.match(text))
+        if found:
             yield f"{name}:{line}: opens with a bare {found[1]!r}: {text[:70]!r}"
     yield from _idioms(name, comments, IDIOMS if path.suffix in CXX else {**IDIOMS, **WORDS})
     if path.suffix == ".py" and Path("tests") not in Path(name).parents:

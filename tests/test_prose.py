@@ -38,6 +38,11 @@ def found(tmp_path, name: str, text: str) -> list[str]:
         "# values, one a row\n",
         "# tokens that are on their way\n",
         "raise ValueError('beside the weights there are none')\n",
+        "x = 1  # what the graph reads\n",
+        "#: those with a real engine\nx = 1\n",
+        "# keys are copied again and again\n",
+        "# cuBLAS by way of torch\n",
+        "# four a lane\n",
     ],
 )
 def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
@@ -56,6 +61,8 @@ def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
         "# save the file\n",
         "# the answer goes on to the next door\n",
         "# in one thread\nx = 1\n",
+        "x = 1  # whatever the graph reads\n",
+        "# a row and\n# which of them is first\nx = 1\n",
         "# this value is no better than the other\n",
         "# from 64 tokens on, a row takes two blocks\n",
         "print('in place of')\n",

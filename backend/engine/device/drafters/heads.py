@@ -78,7 +78,7 @@ class HeadsDrafter(DeviceDrafter):
         fewest = max(weights.depth * self._multiple, rows)
         if len(self._logits) < fewest:
             self._logits = torch.zeros(fewest, columns, device=device)
-        #: what a graph reads: the newest token of each row, its sample, its slot
+        #: inputs of the graphs: the newest token of each row, its hidden state, its slot
         self._newest = torch.zeros(rows, dtype=torch.int32, device=device)
         self._states = torch.zeros(rows, state.model_config.hidden_size, dtype=state.dtype, device=device)
         self._slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
