@@ -32,7 +32,7 @@ class LookupDrafter(DeviceDrafter):
         self._ops, self._sampler, self._device = state.ops, sampler, device
         self._longest, self._block_tokens = config.max_sequence_tokens, config.block_tokens
         self.history = DraftHistory.allocate(config.slots, self._longest, ring, device)
-        #: what the newest search has found, by its rows
+        #: results of the newest search, by its rows
         self.found = torch.zeros((config.slots, 3), dtype=torch.int32, device=device)
         self._host = [empty_host((config.slots, 3), torch.int32, device) for _ in range(turns)]
         self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
