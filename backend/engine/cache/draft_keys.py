@@ -36,7 +36,7 @@ class DraftKeys:
     def begin(
         self, sequence: Sequence, length: int, blocks: Items[int], prefix: Sequence | None = None
     ) -> None:
-        """Note that a sequence begins with `length` tokens in these indexed blocks, or in those of `prefix`."""
+        """Record that a sequence begins with `length` tokens in these blocks, or in those of `prefix`."""
         gap = self.gap_of(blocks) if prefix is None else prefix.draft_gap
         sequence.draft_gap = gap if gap < length else NO_GAP
 
