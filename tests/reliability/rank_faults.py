@@ -255,7 +255,8 @@ class RankRange(Strikes):
 
     @staticmethod
     def _blocks_in_tier(service: RankService) -> float:
-        return service.metrics().get('host_blocks{state="cached"}', 0)
+        beat = service.link.beat() if service.link is not None else None  # None before the first heartbeat
+        return 0 if beat is None else beat.metrics.get('host_blocks{state="cached"}', 0)
 
     def _strike_at_the_end(self, service: RankService, accident: Accident, row: Row) -> None:
         """The supervisor is asked to end; it does, with all ranks, although one of them cannot."""
