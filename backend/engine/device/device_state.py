@@ -13,7 +13,7 @@ from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.adapters.tables import AdapterTables, fits
-from tridecode.backend.engine.device.drafters.draft_weights import DraftModel
+from tridecode.backend.engine.device.drafters.draft_weights import DraftModel, draft_tokens
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, prompt_limits
@@ -74,9 +74,8 @@ class DeviceState:
         )
         self.trained: TrainedDraft | None = None  # set before the engine is made
         self.draft = None if draft is None else DraftModel(*draft, ranks, config, self.work)
-        ops.reserve(
-            config.max_step_tokens, self._max_columns(), rows, longest, columns, self._context_bytes()
-        )
+        most = config.max_step_tokens if draft is None else draft_tokens(config)
+        ops.reserve(most, self._max_columns(), rows, longest, columns, self._context_bytes())
         #: buffers of the most likely tokens, if each step computes them; None: see device/parts/top_tokens.py
         self.top: TopRows | None = None
         if ops.has_top_log_probs and self._samples_alone:

@@ -99,6 +99,14 @@ def test_a_prompt_of_several_steps_is_read_by_the_draft_model() -> None:
     assert learning.accepted["draft"] >= learning.drafted["draft"] - 2 > 10
 
 
+def test_rows_may_fill_a_step_though_a_first_draft_reads_two_tokens_of_each() -> None:
+    model = llama()
+    prompts = prompts_of([5] * 12, model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, 20)[0] for prompt in prompts]
+    offline = drafting(model, model, **CHUNKED)
+    assert [one.tokens for one in generate(offline, prompts, SamplingParams(max_tokens=20), 2)] == wanted
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> None:

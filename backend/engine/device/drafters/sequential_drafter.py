@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.draft_weights import FIRST, NEXT
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.draws import DraftDraws
 from tridecode.backend.engine.device.drafters.missed_tokens import MissedTokens
@@ -23,9 +24,6 @@ from tridecode.backend.engine.step.query_graphs import ROWS, empty_rows
 from tridecode.backend.engine.step.step_buffers import StepBuffers
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import MOST_DRAFTS
-
-#: tokens of a row of a forward that draws the first draft, and of the others
-FIRST, NEXT = 2, 1
 
 
 class SequentialDrafter(DeviceDrafter):
