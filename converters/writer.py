@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tridecode.backend.base.byte_budget import ByteBudget
 from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.base.file_digest import file_sha256
 from tridecode.backend.configuration.model_config import ModelConfig, check_tensor_size
 from tridecode.backend.models import model_config_ini
 from tridecode.backend.weights.layout import WeightSpec
@@ -31,7 +32,6 @@ from tridecode.backend.weights.manifest import (
     ManifestTensor,
     SampleDigest,
     config_values,
-    file_sha256,
 )
 from tridecode.backend.weights.reader import FILE_DTYPES
 from tridecode.converters.journal import PART, Header, Journal

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -133,17 +133,6 @@ def sample_sha256(path: Path) -> str:
     finally:
         os.close(descriptor)
     digest.update(struct.pack("<Q", length))
-    return digest.hexdigest()
-
-
-def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            if progress is not None:
-                progress(len(chunk))
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import ConfigError, WeightFileError
+from tridecode.backend.base.file_digest import file_sha256
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import file_specs
 from tridecode.backend.weights.directory_files import find_num_ranks, stored_files, unread_tensor
@@ -28,7 +29,6 @@ from tridecode.backend.weights.manifest import (
     ManifestFile,
     check_manifest,
     file_kind,
-    file_sha256,
     read_manifest,
     sample_sha256,
 )

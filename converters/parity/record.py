@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tridecode.backend.weights.manifest import MANIFEST_FILE, file_sha256
+from tridecode.backend.base.file_digest import file_sha256
+from tridecode.backend.weights.manifest import MANIFEST_FILE
 
 PARITY_FORMAT = "tridecode-parity-1"
 

@@ -11,7 +11,7 @@ import msgspec
 
 from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.weights.manifest import file_sha256
+from tridecode.backend.base.file_digest import file_sha256
 
 if TYPE_CHECKING:  # read_texts checks arguments before transformers is imported
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tridecode.backend.weights.manifest import file_sha256
+from tridecode.backend.base.file_digest import file_sha256
 
 _MAX_FILES = 10_000
 _MAX_RECORDS = 4_000

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.base.file_digest import file_sha256
 from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines, read_groups
@@ -15,7 +16,7 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus
 from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.models import read_model_config
-from tridecode.backend.weights.reader import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
+from tridecode.backend.weights.reader import MANIFEST_FILE, ManifestFile, WeightReader
 from tridecode.converters.progress import byte_progress
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
 from tridecode.tools.checks.findings import Finding
