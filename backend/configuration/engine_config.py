@@ -15,7 +15,7 @@ from tridecode.backend.configuration.setting_values import Accepted, parse_flag
 CACHE_FORMATS = ("fp8", "int8")  # values of kv_cache_dtype, besides that of data_type
 CACHE_SCOPES = ("all", "salt", "none")
 #: values of speculation
-SPECULATION = ("off", "lookup", "draft", "heads", "lookup+draft", "lookup+heads")
+SPECULATION = ("off", "lookup", "draft", "heads", "glide", "lookup+draft", "lookup+heads", "lookup+glide")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
 _T = TypeVar("_T")
@@ -179,14 +179,16 @@ class EngineConfig:
         "off",
         "drafter of the tokens that a step verifies together: off, lookup (searches the sequence's own "
         "text and finished answers), draft (the draft model in draft_path), heads (one-pass heads in "
-        "draft_path), lookup+draft or lookup+heads (the more promising of both, for each row); "
+        "draft_path), glide (a layer in draft_path that attends to the model's own cache), lookup+draft, "
+        "lookup+heads or lookup+glide (the more promising of both, for each row); "
         "docs/guides/speculation.md",
         _one_of(*SPECULATION),
     )
     draft_path: str = setting(
         "none",
-        "folder of the draft model's weights and tokenizer, or of the heads that `tridecode train-draft` "
-        "wrote, relative to the folder of `config.pbtxt`; for `speculation` with draft or heads",
+        "folder of the draft model's weights and tokenizer, or of the heads or the layer that `tridecode "
+        "train-draft` wrote, relative to the folder of `config.pbtxt`; for `speculation` with draft, heads or "
+        "glide",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(

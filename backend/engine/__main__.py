@@ -32,7 +32,7 @@ from tridecode.backend.configuration.engine_config_file import (
 )
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.engine.device.drafters.draft_loading import check_draft_tokenizer, draft_config
-from tridecode.backend.engine.device.drafters.trained_loading import heads_info
+from tridecode.backend.engine.device.drafters.trained_loading import trained_info
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loading import load_engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
@@ -95,7 +95,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     model = read_model_config(Path(directory))
     check_ranks(model, config.tensor_para_size, config.pipeline_para_size)
     draft_config(config, model)
-    heads_info(config, model)
+    trained_info(config, model)
     if arguments.rank == 0:
         check_draft_tokenizer(config, tokenizer_dir(engine_dir))
     set_gpu(config, arguments.rank, arguments.local_world or arguments.world, arguments.first_device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from tests.backend.hf_models import llama, model_config
@@ -19,7 +21,7 @@ from tridecode.backend.weights.draft_files import (
     TENSORS_FILE,
     DraftInfo,
     head_shapes,
-    open_heads,
+    open_trained,
     other_target,
     write_draft,
 )
@@ -42,8 +44,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
-    found = open_heads(folder, MODEL)
-    assert found.info == INFO
+    found = open_trained(folder, MODEL, HEADS)
+    digest = hashlib.sha256((folder / TENSORS_FILE).read_bytes()).hexdigest()
+    assert found.info == replace(INFO, digest=digest)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors().items())
     assert len(found.tensors) == 4
 
@@ -66,7 +69,7 @@ def test_a_description_that_does_not_fit_is_named(folder: Path, case: str) -> No
     path = folder / INFO_FILE
     path.write_text(json.dumps({**msgspec.to_builtins(INFO), **change}))
     with pytest.raises(ConfigError, match=wanted) as error:
-        open_heads(folder, MODEL)
+        open_trained(folder, MODEL, HEADS)
     assert str(path) in str(error.value)
 
 
@@ -74,12 +77,12 @@ def test_a_description_that_does_not_fit_is_named(folder: Path, case: str) -> No
 def test_a_damaged_description_is_named(folder: Path, text: str) -> None:
     (folder / INFO_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="draft.json"):
-        open_heads(folder, MODEL)
+        open_trained(folder, MODEL, HEADS)
 
 
 def test_a_folder_without_a_drafter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file.*train-draft"):
-        open_heads(tmp_path, MODEL)
+        open_trained(tmp_path, MODEL, HEADS)
 
 
 def damage(path: Path, case: str) -> None:
@@ -117,7 +120,7 @@ def damage(path: Path, case: str) -> None:
 def test_tensors_that_do_not_fit_are_named(folder: Path, case: str, wanted: str) -> None:
     damage(folder / TENSORS_FILE, case)
     with pytest.raises(WeightFileError, match=wanted) as error:
-        open_heads(folder, MODEL)
+        open_trained(folder, MODEL, HEADS)
     assert str(folder / TENSORS_FILE) in str(error.value)
 
 

@@ -20,6 +20,7 @@ from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.backend.configuration.engine_config import read_engine_config
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.models import check_context, family
+from tridecode.backend.weights.draft_files import kind_of
 from tridecode.backend.weights.lora import CONFIG_FILE as PEFT_CONFIG
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.adapters import merge, write_targets
@@ -46,9 +47,9 @@ from tridecode.model_repo_templates.repository import (
 from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated, usable
 from tridecode.tools.build_repo.draft import Draft, plain_tokenizer, plan_draft
-from tridecode.tools.build_repo.heads import HeadFiles, is_heads, plan_heads
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
+from tridecode.tools.build_repo.trained import TrainedFiles, plan_trained
 from tridecode.tools.checks.repository import check_repo
 
 CALIBRATED = "calibrated"  # folder of the repository during the build
@@ -86,11 +87,11 @@ def build_repo(
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take the
     tokenizer from instead of the model. lora: folder of a LoRA adapter to merge into the weights.
     models_arguments: contracts and the other arguments of repository_models. engine_settings: parameters of
-    EngineConfig. draft: a draft model or heads, see plan_draft and plan_heads. parity: compare with
-    transformers and write PARITY.json. reference: another checkpoint to compare with; for a weight directory,
-    the one that it was made from. num_heads: attention heads, for a Megatron checkpoint that does not record
-    them. prompts: NeMo's archives of prompt learning and PEFT's folders. overwrite: an output that is a model
-    repository is replaced. quantization: quantise the layers' matrices to it by rounding to nearest.
+    EngineConfig. draft: a draft model or a trained drafter, see plan_draft and plan_trained. parity: compare
+    with transformers and write PARITY.json. reference: another checkpoint to compare with; for a weight
+    directory, the one that it was made from. num_heads: attention heads, for a Megatron checkpoint that does
+    not record them. prompts: NeMo's archives of prompt learning and PEFT's folders. overwrite: an output that
+    is a model repository is replaced. quantization: quantise the matrices to it by rounding to nearest.
     keep_quantization: matrices of a quantised checkpoint stay unchanged if weight directories support their
     format. quantization_floor: quality that the result must then reach. calibration: quantise by its method,
     instead of `quantization`. parity_text: also compare on these texts.
@@ -142,9 +143,9 @@ def build_repo(
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
     }
+    trained = "" if draft is None else kind_of(Path(draft))
     if draft is not None:
-        drafter = "heads" if is_heads(draft) else "draft"
-        settings = {"speculation": drafter, **settings, "draft_path": DRAFT_DIR}
+        settings = {"speculation": trained or "draft", **settings, "draft_path": DRAFT_DIR}
     engine = engine_texts(settings, "engine settings")
     _check_length(engine, config, console)
     hf_tokenizer = _tokenizer(
@@ -153,9 +154,9 @@ def build_repo(
     calibration = usable(calibration, planned, hf_tokenizer, console)
     chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
-    drafting: Draft | HeadFiles | None = None
-    if draft is not None and is_heads(draft):
-        drafting = plan_heads(draft, config, pipeline_para_size, console)
+    drafting: Draft | TrainedFiles | None = None
+    if draft is not None and trained:
+        drafting = plan_trained(draft, trained, config, pipeline_para_size, console)
     elif draft is not None:
         longest = read_engine_config(dict(engine), "engine settings").max_sequence_tokens or 0
         drafting = plan_draft(draft, config, tensor_para_size, longest, console)

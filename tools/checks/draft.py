@@ -1,4 +1,4 @@
-"""Checks the draft model of a repository."""
+"""Checks the draft model or the trained drafter of a repository."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from tridecode.backend.engine.device.drafters.draft_loading import (
     check_draft_tokenizer,
     draft_config,
 )
+from tridecode.backend.engine.device.drafters.trained_loading import trained_info
+from tridecode.backend.weights.draft_files import INFO_FILE, TENSORS_FILE, TRAINED, open_trained
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.progress import byte_progress
 from tridecode.tools.checks.findings import Finding
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_TENSOR_BYTES = 1 << 40
 _FIX = "Build the repository again with --draft, or set speculation to off."
 
 
@@ -38,9 +41,11 @@ def draft_faults(
     findings. tokenizer: folder of the served model's tokenizer; None: there is none. Kind and size of the
     untrusted files are checked first.
     """
+    config = with_folders(engine, folder)
+    if engine.drafter in TRAINED:
+        yield from _trained_faults(where, config, target, checksums)
     if engine.drafter != DRAFT:
         return
-    config = with_folders(engine, folder)
     files = {"config.ini": _MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_JSON_BYTES, "tokenizer.json": MAX_JSON_BYTES}
     try:
         for file in (Path(config.draft_path) / name for name in files):
@@ -61,3 +66,19 @@ def draft_faults(
         with byte_progress("checking the draft model's files", total) as progress:
             for problem in reader.checksum_problems(progress):
                 yield Finding("error", config.draft_path, problem, "the bytes that were written", _FIX)
+
+
+def _trained_faults(
+    where: str, config: EngineConfig, target: ModelConfig, checksums: bool
+) -> Iterator[Finding]:
+    """Return what the engine would refuse of heads or a GLIDE layer. checksums: tensors are read, too."""
+    files = {INFO_FILE: _MAX_CONFIG_BYTES, TENSORS_FILE: _MAX_TENSOR_BYTES}
+    try:
+        for file in (Path(config.draft_path) / name for name in files):
+            if os.path.lexists(file):
+                require_file(file, files[file.name])
+        info = trained_info(config, target)
+        if info is not None and checksums and config.draft_path != "none":
+            open_trained(Path(config.draft_path), target, info.kind)
+    except (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError) as error:
+        yield Finding("error", where, str(error), "a drafter that fits", _FIX)

@@ -9,7 +9,7 @@ import typer
 from tridecode.backend.base.errors import ConfigError
 
 #: kinds of drafters, with their usual learning rates
-RATES = {"heads": 1e-3, "model": 1e-3}
+RATES = {"heads": 1e-3, "model": 1e-3, "glide": 1e-3}
 
 _texts = partial(typer.Option, rich_help_panel="Texts")
 _training = partial(typer.Option, rich_help_panel="Training")
@@ -21,7 +21,13 @@ def train_draft(
         typer.Option(help="Target: a repository that build-repo made, a weight directory, or a checkpoint."),
     ],
     output: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
-    kind: Annotated[str, typer.Option(help="heads: all drafts in one pass; model: a draft model.")] = "heads",
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="heads: all drafts in one pass; model: a draft model; glide: a layer that attends to the "
+            "target's own cache."
+        ),
+    ] = "heads",
     depth: Annotated[int, typer.Option(min=1, max=15, help="Drafts per step.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokens: Annotated[
@@ -55,7 +61,8 @@ def train_draft(
         _training(
             min=8,
             max=65_536,
-            help="Size of the inner layer; default: six times the hidden size, at most 8192.",
+            help="Size of the inner layer; default: six times the hidden size, at most 8192; glide: of the "
+            "layer's MLP; default: that of the target's.",
         ),
     ] = None,
     epochs: Annotated[int, _training(min=1, max=1000, help="Passes over the texts.")] = 6,
@@ -77,8 +84,9 @@ def train_draft(
     Example:
       tridecode train-draft --model models --output heads
     """
-    if kind not in RATES:
-        raise ConfigError(f"--kind {kind}: wanted {' or '.join(RATES)}")
+    kinds = list(RATES)
+    if kind not in kinds:
+        raise ConfigError(f"--kind {kind}: wanted {', '.join(kinds[:-1])} or {kinds[-1]}")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: wanted auto, cpu or cuda")
     if output.exists():

@@ -1,8 +1,9 @@
-"""The target's hidden states of texts, read from its engine in pieces."""
+"""The target's states of texts, such as the last hidden ones, read from its engine in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,26 +16,50 @@ from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.texts import Text
 
 
-@torch.inference_mode()
+class Source(NamedTuple):
+    """Values of a step that are read for each token: `read` returns (num_tokens, columns) of a plan that has
+    been launched."""
+
+    columns: int
+    read: Callable[[StepPlan], Tensor]
+
+
 def read_hidden(engine: OfflineEngine, texts: Sequence[Text]) -> list[Tensor]:
     """Return the target's last hidden states of each text, (tokens, C) on the CPU, in the engine's dtype.
 
     These are the inputs of its head: behind the final norm, if the model has one.
     """
-    config, work = engine.engine.config, engine.engine.state.work
+    (found,) = read_states(engine, texts, [hidden_source(engine)])
+    return found
+
+
+def hidden_source(engine: OfflineEngine) -> Source:
+    """Return the source of the inputs of the target's head."""
+    x = engine.engine.state.work.hidden
+    return Source(x.shape[1], lambda plan: _normed(engine, x[: plan.num_tokens]))
+
+
+@torch.inference_mode()
+def read_states(
+    engine: OfflineEngine, texts: Sequence[Text], sources: Sequence[Source]
+) -> list[list[Tensor]]:
+    """Return, for each source, its values of each text, (tokens, columns) on the CPU, in the engine's
+    dtype."""
+    config, dtype = engine.engine.config, engine.engine.state.dtype
     assert config.max_sequence_tokens is not None
-    found = [torch.empty(len(text.ids), work.hidden.shape[1], dtype=work.hidden.dtype) for text in texts]
-    held = [_bytes(states) for states in found]
+    found = [[torch.empty(len(text.ids), one.columns, dtype=dtype) for text in texts] for one in sources]
+    held = [[_bytes(states) for states in one] for one in found]
     first = len(engine.generations)
     launch = engine.engine.launch
 
     def launch_and_read(plan: StepPlan):
         pending = launch(plan)
-        states = _bytes(_normed(engine, work.hidden[: plan.num_tokens]).cpu())
+        values = [_bytes(source.read(plan).cpu()) for source in sources]
         for row, sequence in enumerate(plan.sequences):
             start, stop = plan.query_starts[row], plan.query_starts[row + 1]
             place = plan.positions[start] % config.max_sequence_tokens
-            held[sequence.group.request - first][place : place + stop - start] = states[start:stop]
+            for states, kept in zip(values, held):
+                kept[sequence.group.request - first][place : place + stop - start] = states[start:stop]
         return pending
 
     params = SamplingParams(max_tokens=1, cache="off")

@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer, save_tokenizer
-from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.texts import Text
-from tridecode.tools.train_draft.training import CLIP, Plan, Vocabulary, autocast, rate_at
+from tridecode.tools.train_draft.training import Plan, Vocabulary, autocast, backward_rows, train_in_groups
 
 _ROWS = 512  # positions whose logits are computed together
 
@@ -79,37 +77,15 @@ def train_model(
     """
     torch.manual_seed(plan.seed)
     torch.nn.Module.to(model, device)
-    optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad], lr=plan.rate, weight_decay=0.01
-    )
     every = torch.cat([torch.from_numpy(text.ids).long() for text in texts])
     head = model.get_output_embeddings()
     vocabulary = Vocabulary(every, head.weight.detach(), getattr(head, "bias", None))
-    groups = _groups([len(text.ids) for text in texts], plan.batch)
-    steps, order = len(groups) * plan.epochs, np.random.default_rng(plan.seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
-    with counter("training, steps", steps) as show:
-        for step in range(steps):
-            if step % len(groups) == 0:
-                shuffled = order.permutation(len(groups))
-            group = groups[shuffled[step % len(groups)]]
-            part = [(texts[index], states[index]) for index in group]
-            _step(model, part, vocabulary, device)
-            clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            show(step + 1)
 
+    def backward(group: list[int]) -> None:
+        _step(model, [(texts[index], states[index]) for index in group], vocabulary, device)
 
-def _groups(lengths: list[int], tokens: int) -> list[list[int]]:
-    """Return groups of texts of about `tokens` tokens with similar lengths."""
-    groups: list[list[int]] = [[]]
-    for index in np.argsort(lengths, kind="stable").tolist():
-        if groups[-1] and lengths[index] * (len(groups[-1]) + 1) > tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return groups
+    learning = [one for one in model.parameters() if one.requires_grad]
+    train_in_groups(learning, [len(text.ids) for text in texts], plan, backward)
 
 
 def _step(
@@ -129,12 +105,7 @@ def _step(
     target = torch.cat([states[one] for (_, states), one in zip(texts, rows)])
     with autocast(device):
         hidden = _last_hidden(model, ids.to(device))
-    leaf = hidden.detach().flatten(0, 1).float().requires_grad_()
-    # the logits of all together would be large
-    for part, wanted in zip(places.to(device).split(_ROWS), target.to(device).split(_ROWS)):
-        (vocabulary.loss(leaf[part], wanted) / len(places)).backward()
-    assert leaf.grad is not None
-    hidden.backward(leaf.grad.view_as(hidden).to(hidden.dtype))
+    backward_rows(hidden, places.to(device), target.to(device), vocabulary)
 
 
 def _last_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:

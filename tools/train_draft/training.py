@@ -1,9 +1,9 @@
-"""Trains one-pass heads on hidden states of the target, which stay fixed."""
+"""Trains drafters on hidden states of the target, which stay fixed: one-pass heads, and the common parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,11 @@ from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.heads import Heads
 from tridecode.tools.train_draft.texts import Text
 
-#: a head counts this much of the head before it: a draft is worth nothing behind a wrong one
-_DECAY = 0.8
+#: a draft counts this much of the one before it: it is worth nothing behind a wrong one
+DECAY = 0.8
 _WARM_UP = 0.05  # share of the steps in which the learning rate rises
-CLIP = 1.0  # norm of the gradient
+_CLIP = 1.0  # norm of the gradient
+_ROWS = 512  # positions whose logits are computed together
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,16 @@ class Vocabulary:
         dtype = torch.bfloat16 if uses_bf16(head.device) else torch.float32
         self._head, self._bias = head.to(dtype), None if bias is None else bias.to(dtype)
 
-    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def loss(self, hidden: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the sum of the cross entropies between the target's distributions and the drafter's.
 
-        hidden, target: (B, C), inputs of the head.
+        hidden, target: (B, C), inputs of the head. weights: (B,), factors; None: 1.
         """
         with torch.no_grad():
             wanted = self._logits(target).softmax(-1)
-        return cross_entropy(self._logits(hidden), wanted, reduction="sum")
+        if weights is None:
+            return cross_entropy(self._logits(hidden), wanted, reduction="sum")
+        return cross_entropy(self._logits(hidden), wanted, reduction="none") @ weights
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden.to(self._head.dtype), self._head, self._bias).float()
@@ -137,7 +140,7 @@ def train_heads(
             with half:
                 guesses = heads(z, e)
             _backward(guesses, target, inside.to(device), vocabulary)
-            torch.nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
+            torch.nn.utils.clip_grad_norm_(heads.parameters(), _CLIP)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -155,9 +158,63 @@ def _backward(guesses: Tensor, target: Tensor, inside: Tensor, vocabulary: Vocab
         rows = inside[:, number].nonzero().squeeze(1)
         if len(rows):
             loss = vocabulary.loss(leaf[rows, number], target[rows, number]) / len(rows)
-            (loss * _DECAY**number).backward()
+            (loss * DECAY**number).backward()
     assert leaf.grad is not None
     guesses.backward(leaf.grad.to(guesses.dtype))
+
+
+def train_in_groups(
+    parameters: Iterable[torch.nn.Parameter],
+    lengths: Sequence[int],
+    plan: Plan,
+    backward: Callable[[list[int]], None],
+) -> None:
+    """Train parameters in place on whole texts, plan.batch positions a step, about.
+
+    lengths: tokens of each text. backward: adds the gradients of the texts with these numbers.
+    """
+    held = list(parameters)
+    optimizer = torch.optim.AdamW(held, lr=plan.rate, weight_decay=0.01)
+    groups = _groups(lengths, plan.batch)
+    steps, order = len(groups) * plan.epochs, np.random.default_rng(plan.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    with counter("training, steps", steps) as show:
+        for step in range(steps):
+            if step % len(groups) == 0:
+                shuffled = order.permutation(len(groups))
+            backward(groups[shuffled[step % len(groups)]])
+            torch.nn.utils.clip_grad_norm_(held, _CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            show(step + 1)
+
+
+def _groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return groups of texts of about `tokens` tokens with similar lengths."""
+    groups: list[list[int]] = [[]]
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if groups[-1] and lengths[index] * (len(groups[-1]) + 1) > tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def backward_rows(
+    hidden: Tensor, places: Tensor, target: Tensor, vocabulary: Vocabulary, weights: Tensor | None = None
+) -> None:
+    """Add the gradients of the mean loss of some positions of a batch of texts.
+
+    hidden: (B, L, C) of the drafter. places: (n,), positions of it, flattened. target: (n, C), the target's
+    states there. weights: (n,), factors; None: 1. The logits of all together would be large.
+    """
+    leaf = hidden.detach().flatten(0, 1).float().requires_grad_()
+    for first in range(0, len(places), _ROWS):
+        part = slice(first, first + _ROWS)
+        factors = None if weights is None else weights[part]
+        (vocabulary.loss(leaf[places[part]], target[part], factors) / len(places)).backward()
+    assert leaf.grad is not None
+    hidden.backward(leaf.grad.view_as(hidden).to(hidden.dtype))
 
 
 def rate_at(step: int, steps: int) -> float:

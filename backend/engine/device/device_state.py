@@ -14,6 +14,7 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.adapters.tables import AdapterTables, fits
 from tridecode.backend.engine.device.drafters.draft_weights import DraftModel, draft_tokens
+from tridecode.backend.engine.device.drafters.glide_layer import mlp_columns
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, prompt_limits
@@ -22,7 +23,7 @@ from tridecode.backend.models.context import Workspace
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.prompt_ini import PromptSection
 from tridecode.backend.models.weights import Weights
-from tridecode.backend.weights.draft_files import TrainedDraft
+from tridecode.backend.weights.draft_files import GLIDE, TrainedDraft
 from tridecode.backend.weights.layout import share_size, stage_layers
 from tridecode.backend.wire.prompt_learning import NO_PROMPT, default_start_id
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
@@ -39,7 +40,7 @@ class DeviceState:
     vocabulary, else None. adapters, prompts, prompt_limits: initially empty, replaced by loading.py.
     draft_layers: shape of a block, (2, kv heads, tokens, head size), for each cache layer of the drafter;
     `caches` has these layers after the model's. draft, trained: the draft model or the trained drafter, if
-    any.
+    any; `trained` until the engine is made.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DeviceState:
         ranks: Ranks,
         device: torch.device,
         draft: tuple[ModelConfig, Weights] | None = None,
+        trained: TrainedDraft | None = None,
     ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
@@ -72,9 +74,10 @@ class DeviceState:
         self.sampling = SamplingState.allocate(
             rows, longest, columns, config.max_bad_word_tokens, device, model.vocab_size
         )
-        self.trained: TrainedDraft | None = None  # set before the engine is made
+        self.trained = trained
         self.draft = None if draft is None else DraftModel(*draft, ranks, config, self.work)
-        most = config.max_step_tokens if draft is None else draft_tokens(config)
+        has_turns = draft is not None or (trained is not None and trained.info.kind == GLIDE)
+        most = draft_tokens(config) if has_turns else config.max_step_tokens
         ops.reserve(most, self._max_columns(), rows, longest, columns, self._context_bytes())
         #: buffers of the most likely tokens, if each step computes them; None: see device/parts/top_tokens.py
         self.top: TopRows | None = None
@@ -147,6 +150,8 @@ class DeviceState:
             heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
             mlp = max(max(layer.up.weight.shape[0], layer.down.weight.shape[1]) for layer in decoder.layers)
             most = max(most, heads * model.head_size, mlp, 2 * model.hidden_size)
+        if self.trained is not None and self.trained.info.kind == GLIDE:
+            most = max(most, mlp_columns(self.trained.info, size))
         return most
 
     def _context_bytes(self) -> int:

@@ -15,7 +15,7 @@ from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.store import AdapterStore, Place
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.draft_loading import draft_config
-from tridecode.backend.engine.device.drafters.trained_loading import load_heads
+from tridecode.backend.engine.device.drafters.trained_loading import load_trained
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES, FileWeights, unrounded_weights
 from tridecode.backend.engine.device.memory import check_background
@@ -68,11 +68,11 @@ def load_engine(
     specs = models.family(model.family).weight_specs(model)
     specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
     place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
-    heads = load_heads(config, model, directory)
+    trained = load_trained(config, model, directory)
     if config.weights == "random":
         made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
         drafting = _open_draft(model, config, ranks, ops, device, has_peers, progress)
-        arguments = ranks, device, None, phase, open_host, drafting, heads
+        arguments = ranks, device, None, phase, open_host, drafting, trained
         engine = build_engine(model, config, made, ops, *arguments)
         engine.state.adapters = _open_adapters(engine.state, directory, made)
         return engine
@@ -87,7 +87,7 @@ def load_engine(
         others = partial(unrounded_weights, directory, config, ops, device)
         drafting = _open_draft(model, config, ranks, ops, device, has_peers, progress)
         engine = build_engine(
-            model, config, weights, ops, ranks, device, others, phase, open_host, drafting, heads
+            model, config, weights, ops, ranks, device, others, phase, open_host, drafting, trained
         )
     finally:
         weights.close()

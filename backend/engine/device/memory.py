@@ -22,8 +22,7 @@ from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.drafters.draft_loading import draft_config
-from tridecode.backend.engine.device.drafters.heads import HeadsDrafter
-from tridecode.backend.engine.device.drafters.trained_loading import shapes_of_heads
+from tridecode.backend.engine.device.drafters.trained_loading import shapes_of_trained
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.parts.table import background_kinds
@@ -204,16 +203,16 @@ def plan_rank(
         )
         modes = (draft.quantization, config.int8_mode)
         drafting = draft, _Shapes(of_draft, ops, *modes, tensor_rank, size, dtype, config.int8_head)
-    heads = shapes_of_heads(config, model)
+    trained = shapes_of_trained(config, model)
     engine = build_engine(
-        model, unlimited, weights, ops, place, torch.device("meta"), others, draft=drafting, trained=heads
+        model, unlimited, weights, ops, place, torch.device("meta"), others, draft=drafting, trained=trained
     )
     seen: set[int] = set()
     cache = _total(engine.state.caches, seen)
     held = _total(engine.state.model, seen)[0]
     if engine.state.draft is not None:
         held += _total(engine.state.draft.model, seen)[0]
-    if isinstance(engine.drafter, HeadsDrafter):
+    if engine.drafter is not None:
         held += _total(engine.drafter.weights, seen)[0]
     background = _background_bytes(engine, config, seen, device_type)
     device, host = _total(engine, seen)

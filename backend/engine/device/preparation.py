@@ -60,9 +60,9 @@ def build_engine(
     see Engine. phase: called with the name of each phase as it begins. open_host: opens this rank's part of
     the host tier, if the memory is available; None: no host tier.
     """
-    state = DeviceState(model, config, weights, ops, ranks, device, draft)
-    state.trained = trained
+    state = DeviceState(model, config, weights, ops, ranks, device, draft, trained)
     engine = Engine(state, open_weights)
+    state.trained = None  # the drafter has its tensors, packed
     prepare(engine, phase, open_host)
     return engine
 

@@ -18,6 +18,7 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.draft_loading import DRAFT
 from tridecode.backend.engine.host_tier.region import HostRegion
 from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
+from tridecode.backend.weights.draft_files import GLIDE, INFO_FILE
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 
 log = logging.getLogger("tridecode.engine")
@@ -81,13 +82,13 @@ def identity_of(
     facts += [f"{name}={getattr(config, name)}" for name in _SETTINGS]
     facts += [f"rank={rank}", f"torch={torch.__version__}", f"device={device.type}"]
     folders = [directory] if config.weights == "files" else []
-    if config.drafter == DRAFT:  # the blocks include layers for the draft model's keys and values
+    if config.drafter in (DRAFT, GLIDE):  # the blocks include layers for the drafter's keys and values
         folders.append(Path(config.draft_path))
-        facts.append(DRAFT)
+        facts.append(config.drafter)
     for folder in folders:
         facts += [_stamp(file) for file in sorted(folder.glob("*")) if file.is_file()]
-        manifest = folder / MANIFEST_FILE
-        facts.append(hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "")
+        for file in (folder / name for name in (MANIFEST_FILE, INFO_FILE)):  # they have digests of the rest
+            facts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "")
     return hashlib.sha256("\n".join(facts).encode()).digest()
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 #: values of DraftRecord.source: those of a search (kernels/draft_history.py), then the planned drafters, then
 #: a grammar
-DRAFT_MODEL, HEADS, GRAMMAR = 4, 5, 6
+DRAFT_MODEL, HEADS, GLIDE, GRAMMAR = 4, 5, 6, 7
 #: DraftRecord.source -> name of the drafter in metrics
-DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads", "grammar")
+DRAFTERS = ("lookup", "lookup", "lookup", "client", "draft", "heads", "glide", "grammar")
 #: DraftRecord.kind -> initial probability of a draft
-FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5, 0.98)
+FIRST_CHANCES = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.6, 0.5, 0.6, 0.98)
 #: number of kinds of a search
 SEARCHES = 7
 #: a length of a match that no match has

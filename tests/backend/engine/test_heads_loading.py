@@ -19,7 +19,7 @@ from tests.backend.engine.thread_ranks import on_ranks
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
-from tridecode.backend.engine.device.drafters.trained_loading import heads_info
+from tridecode.backend.engine.device.drafters.trained_loading import trained_info
 from tridecode.backend.engine.device.memory import plan_rank
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.offline import OfflineEngine
@@ -77,7 +77,7 @@ def test_heads_are_in_the_memory_plan(repository: Path) -> None:
     with_heads = resolve(replace(config, draft_path=path, **SETTINGS), model, cpu)
     without = replace(with_heads, speculation="off")
     more = plan_rank(model, with_heads, 0, 0, "cpu").weights - plan_rank(model, without, 0, 0, "cpu").weights
-    info = heads_info(with_heads, model)
+    info = trained_info(with_heads, model)
     size = model.hidden_size
     assert more == 4 * (info.width * (2 * size + 1 + 3 * size) + size)
 
@@ -108,7 +108,7 @@ def test_settings_that_do_not_fit_are_named(repository: Path, settings: dict, wa
     draft = str(repository / "fastertransformer" / "draft")
     config = EngineConfig(**{"speculation": "heads", "draft_path": draft, **settings})
     with pytest.raises(ConfigError, match=wanted):
-        heads_info(config, read_model_config(weights))
+        trained_info(config, read_model_config(weights))
 
 
 def test_heads_of_another_model_are_refused(repository: Path, tmp_path: Path) -> None:

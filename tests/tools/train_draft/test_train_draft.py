@@ -208,7 +208,10 @@ def test_bad_options_are_named_before_work(learnt: Path, prompts: Path, tmp_path
     few.write_text("[11]\n[12]\n")
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--model", learnt, "--output", tmp_path / "there"), "exists; wanted a new folder"),
-        (("--model", learnt, "--output", new, "--kind", "eagle"), "--kind eagle: wanted heads or model"),
+        (
+            ("--model", learnt, "--output", new, "--kind", "eagle"),
+            "--kind eagle: wanted heads, model or glide",
+        ),
         (("--model", learnt, "--output", new, "--device", "tpu"), "--device tpu: wanted auto"),
         (("--model", learnt, "--output", new, "--prompts", tmp_path / "none"), "no such file"),
         (("--model", learnt, "--output", new, "--prompts", few), "2 prompts; wanted more than --held-back"),

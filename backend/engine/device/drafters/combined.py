@@ -31,7 +31,7 @@ class CombinedDrafter(DeviceDrafter):
     def __init__(self, state: DeviceState, lookup: LookupDrafter, planned: DeviceDrafter):
         self._device, self._lookup, self.planned = state.device, lookup, planned
         self.source, self.keeps_cache = planned.source, planned.keeps_cache
-        self.most_planned = planned.most_drafts
+        self.most_planned, self.weights = planned.most_drafts, planned.weights
         self.reads_rows = planned.reads_rows = planned.keeps_cache
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:

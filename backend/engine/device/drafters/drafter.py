@@ -70,6 +70,8 @@ class DeviceDrafter:
     looks_up = False
     #: drafts of a row by the part Drafting, at most
     most_planned = MOST_QUERIES - 1
+    #: a trained drafter's tensors, for the memory plan
+    weights: object = None
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.

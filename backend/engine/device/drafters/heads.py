@@ -65,6 +65,8 @@ class HeadsDrafter(DeviceDrafter):
     its share of the vocabulary.
     """
 
+    weights: HeadWeights
+
     def __init__(self, state: DeviceState, weights: HeadWeights):
         config, device = state.config, state.device
         self.most_drafts, self.source = weights.depth, HEADS

@@ -46,9 +46,10 @@ class SequentialDrafter(DeviceDrafter):
     keeps_cache = True
 
     def __init__(self, state: DeviceState, hidden: torch.Tensor, turns: int):
-        assert state.config.max_sequence_tokens is not None
         config, device = state.config, state.device
-        self._state, self._hidden, self._longest = state, hidden, config.max_sequence_tokens
+        assert config.max_sequence_tokens is not None
+        self._state, self._hidden = state, hidden
+        self._longest: int = config.max_sequence_tokens
         self._draws = DraftDraws(state)
         #: what Ops.place_rows reads of the newest two tokens
         self._newest = replace(self._draws.sampling, drafts=state.sampling.drafts.clone())

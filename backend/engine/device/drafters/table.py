@@ -5,11 +5,13 @@ from __future__ import annotations
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.combined import CombinedDrafter
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter
+from tridecode.backend.engine.device.drafters.glide import GlideDrafter
 from tridecode.backend.engine.device.drafters.heads import HeadsDrafter, HeadWeights
 from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
 from tridecode.backend.engine.device.drafters.model_drafter import ModelDrafter
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.speculation.sources import RING_TOKENS
+from tridecode.backend.weights.draft_files import GLIDE
 
 
 def device_drafter(state: DeviceState, sampler: StepSampler, turns: int) -> DeviceDrafter | None:
@@ -25,6 +27,8 @@ def device_drafter(state: DeviceState, sampler: StepSampler, turns: int) -> Devi
 
 
 def _planned_drafter(state: DeviceState, turns: int) -> DeviceDrafter | None:
+    if state.trained is not None and state.trained.info.kind == GLIDE:
+        return GlideDrafter(state, turns)
     if state.trained is not None:
         depth = min(state.trained.info.depth, state.config.max_draft_tokens)
         tensors = state.trained.tensors

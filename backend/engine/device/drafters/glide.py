@@ -1,0 +1,118 @@
+"""Drafts of a GLIDE layer: a decoder layer that attends to its own keys and values, and to the target's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.device.device_state import DeviceState
+from tridecode.backend.engine.device.drafters.draft_weights import FIRST
+from tridecode.backend.engine.device.drafters.glide_layer import GlideLayer, mlp_columns
+from tridecode.backend.engine.device.drafters.sequential_drafter import SequentialDrafter
+from tridecode.backend.engine.speculation.records import GLIDE
+from tridecode.backend.models.context import Context, Rows, Workspace
+from tridecode.backend.models.layers import add_linears, attention
+from tridecode.kernels.operands import Batch
+
+
+class GlideDrafter(SequentialDrafter):
+    """Runs DeviceState.trained, a GLIDE layer, between the target's embedding and its final norm and head.
+
+    Its own keys and values depend on nothing but ids and positions, so that steps with prompts compute them
+    without attention. The second attention reads the cache of one layer of the target, up to the newest
+    token: the target has no keys of drafts, nor of the newest token. The query has the position of its own
+    token. Both attentions have the heads, rotary table, slopes and window of the target's layer.
+
+    turns: host buffers of plans, more than steps in flight.
+    """
+
+    weights: GlideLayer
+
+    def __init__(self, state: DeviceState, turns: int):
+        assert state.trained is not None and state.config.max_step_tokens is not None
+        config, info, ranks = state.config, state.trained.info, state.ranks
+        self.most_drafts, self.source = min(info.depth, config.max_draft_tokens), GLIDE
+        place = ranks.tensor_rank, ranks.tensor_size
+        self.weights = GlideLayer.load(state.trained, state.ops, state.dtype, state.device, *place)
+        self._work = _workspace(state)
+        super().__init__(state, self._work.hidden, turns)
+        target = state.model.heads[info.layer]
+        self._heads = replace(target, qkv_limit=0.0, query_norm=None, key_norm=None)
+        self._target, self._own = info.layer, len(state.model.layers) + len(state.draft_layers)
+        shape = 2, target.num_kv_heads, config.block_tokens, target.head_size
+        state.draft_layers.append(shape)
+        #: inputs of steps with prompts
+        self._embedded = torch.zeros_like(state.work.hidden)
+        #: tokens that the target has in its cache, for each row that is drafted for
+        self._seen = torch.zeros(config.slots, dtype=torch.int32, device=state.device)
+        self._rows = torch.arange(config.slots + 1, dtype=torch.int32, device=state.device)
+        self._nowhere = torch.full((config.slots,), -1, dtype=torch.int32, device=state.device)
+
+    def follow(self, batch: Batch, hidden: Tensor) -> None:
+        if batch.decode_tokens == batch.num_tokens:
+            return
+        state, layer, batch = self._state, self.weights, self._known_ids(batch)
+        context, x = Context(state.ops, state.ranks, state.work, batch), self._embedded[: batch.num_tokens]
+        state.model.embed(context, x)
+        out, cache = context.parts("qkv", self._heads.qkv_size).whole, state.caches[self._own]
+        state.ops.project_qkv(x, layer.qkv, layer.attention_norm, self._heads, batch, cache, out=out)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        state, layer = self._state, self.weights
+        tokens, rows = batch.decode_queries, batch.num_rows
+        context, x = Context(state.ops, state.ranks, self._work, batch), self._hidden[: batch.num_tokens]
+        state.model.embed(context, x)
+        entry = Rows(x, layer.attention_norm)
+        attended = attention(context, entry, layer.qkv, self._heads, state.caches[self._own])
+        if tokens > 1:  # of the others, only keys and values are needed
+            x, attended = (part[tokens - 1 :: tokens].contiguous() for part in (x, attended))
+        if tokens == FIRST:  # one token of the row is the newest, which the target has not read
+            torch.clamp(batch.context_lens[:rows] - 1, min=0, out=self._seen[:rows])
+        return self._finish(self._last_tokens(batch), x, attended)
+
+    def _last_tokens(self, batch: Batch) -> Batch:
+        """Return the last token of each row as a batch that writes no keys and sees what the target has."""
+        tokens, rows = batch.decode_queries, batch.num_rows
+        return replace(
+            batch,
+            positions=batch.positions[tokens - 1 :: tokens].contiguous(),
+            sample_slots=batch.sample_slots[tokens - 1 :: tokens].contiguous(),
+            token_ids=batch.token_ids[tokens - 1 :: tokens].contiguous(),
+            kv_slots=self._nowhere[:rows],
+            context_lens=self._seen[:rows],
+            query_starts=self._rows[: rows + 1],
+            sample_tokens=self._rows[:rows],
+            decode_queries=1,
+            decode_tokens=rows,
+            memo={},
+        )
+
+    def _finish(self, batch: Batch, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the logits behind the first attention. x: (R, C), changed. attended: (R, H * D)."""
+        state, layer, heads, cache = self._state, self.weights, self._heads, self._state.caches[self._target]
+        ops, context = state.ops, Context(state.ops, state.ranks, self._work, batch)
+        rows = add_linears(context, x, (attended, layer.dense), norm=layer.cross_norm)
+        queries = context.parts("context", heads.num_heads * heads.head_size).whole
+        ops.linear(rows.x, layer.cross_query, norm=rows.norm, out=queries)
+        qkv = context.parts("qkv", heads.qkv_size).whole  # its keys and values are not read
+        qkv[:, : queries.shape[1]].copy_(queries)
+        if heads.rope is not None:
+            ops.finish_qkv(qkv, heads, batch, cache)
+        ops.decode_attention(qkv, heads, batch, cache, out=queries)
+        rows = add_linears(context, x, (queries, layer.cross_dense), norm=layer.mlp_norm)
+        mlp = context.mlp(layer)
+        ops.linear(rows.x, layer.up, norm=rows.norm, activation="swiglu", out=mlp)
+        add_linears(context, x, (mlp, layer.down))
+        return state.model.logits(context, x)
+
+
+def _workspace(state: DeviceState) -> Workspace:
+    """Return the buffers of a forward that drafts; the logits are the target's."""
+    assert state.trained is not None
+    info, config, size = state.trained.info, state.config, state.ranks.tensor_size
+    layer = replace(state.model_config.of_layer(info.layer), mlp_size=mlp_columns(info, size) * size)
+    tokens, rows = FIRST * config.slots, config.slots
+    own = Workspace.allocate(layer, tokens, rows, size, state.dtype, state.device, 1)
+    return replace(own, logits=state.work.logits)
