@@ -36,6 +36,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_draft_model_gpu.py",
     "tests/backend/engine/test_heads_gpu.py",
     "tests/backend/engine/test_combined_drafts_gpu.py",
+    "tests/backend/engine/test_glide_gpu.py",
     "tests/backend/engine/test_drafts_gpu.py",
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",

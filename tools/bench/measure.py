@@ -76,7 +76,7 @@ class Job:
     prefix_cache: bool = False  # the engine's setting; off: rounds repeat their prompts, and compute them
     cache_bytes: int | None = None  # the engine's setting
     speculation: str = "off"  # the engine's setting
-    draft: str = ""  # for speculation "draft" a preset, weight directory or repository; for "heads" a folder
+    draft: str = ""  # for speculation "draft" a preset, weight directory or repository; else a folder
     host_cache_bytes: int = 0  # the engine's setting
     lora_path: str = "none"  # as in config.pbtxt
 

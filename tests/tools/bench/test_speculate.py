@@ -51,14 +51,15 @@ def test_a_draft_model_is_measured_with_its_own_drafts_and_forced_ones(tmp_path)
     assert rows["forced"]["step_ratio"] > 1.5, "four drafts of a model of the target's size"
 
 
-def test_random_heads_are_measured_with_forced_drafts(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["heads", "glide"])
+def test_a_random_trained_drafter_is_measured_with_forced_drafts(tmp_path, kind: str) -> None:
     job = make_job(
         "toy", None, None, device="cpu", batches=(64,), prompt_tokens=20, output_tokens=37,
-        speculation="heads",
+        speculation=kind,
     )  # fmt: skip
     run_speculate(SpeculatePlan((2,), 4, 2, 1), job, tmp_path)
     (path,) = tmp_path.glob("*.json")
-    assert path.name == "speculate-toy-heads.json"
+    assert path.name == f"speculate-toy-{kind}.json"
     rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
     assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts"]
     assert all(row["same_text"] and row["step_ms"] > 0 for row in rows.values())
@@ -67,9 +68,15 @@ def test_random_heads_are_measured_with_forced_drafts(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--heads", "."], ["--heads", "random", "--draft", "toy"], ["--model", ".", "--heads", "random"]],
+    [
+        ["--heads", "."],
+        ["--heads", "random", "--draft", "toy"],
+        ["--model", ".", "--heads", "random"],
+        ["--glide", "."],
+        ["--glide", "random", "--heads", "random"],
+    ],
 )
-def test_heads_of_another_kind_of_weights_are_refused(options: list[str]) -> None:
+def test_a_drafter_of_another_kind_of_weights_is_refused(options: list[str]) -> None:
     done = CliRunner().invoke(app, ["bench", "speculate", *options])
     assert done.exit_code == 2 and "wanted random with --preset, a folder with --model" in done.output
 

@@ -24,6 +24,7 @@ from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks, SingleRank
 from tridecode.backend.models import model_config_ini, read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.weights.draft_files import TRAINED
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.loop_runner import LoopRunner
@@ -152,7 +153,7 @@ def _with_draft(job: Job, folder: Path) -> Job:
 
     Raises ConfigError if one of the two models has random weights and the other comes from files.
     """
-    if not job.draft or job.speculation == "heads":
+    if not job.draft or job.speculation in TRAINED:
         return job
     if Path(job.draft).is_dir() == bool(job.preset):
         raise ConfigError(f"--draft is {job.draft}; wanted a folder with --model, and a preset with --preset")

@@ -42,6 +42,13 @@ def speculate(
             help="One-pass heads: a folder of train-draft with --model, or random with --preset.",
         ),
     ] = "",
+    glide: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="GLIDE layer: a folder of train-draft with --model, or random with --preset.",
+        ),
+    ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
     kv_cache_dtype: CacheDtype = "auto",
     quantization: Quantization = None,
@@ -52,24 +59,30 @@ def speculate(
     """Measure speculative decoding.
 
     Alternates plain decoding, a forced number of accepted drafts, sampled text without repetitions and, with
-    a draft model or heads, their own drafts on one engine. Prints milliseconds per step, tokens per second,
-    and their ratios to plain decoding.
+    a draft model, heads or a GLIDE layer, their own drafts on one engine. Prints milliseconds per step,
+    tokens per second, and their ratios to plain decoding.
 
     \b
     Example:
       tridecode bench speculate --preset toy --batches 1,4 --output-tokens 33
     """
+    from tridecode.backend.weights.draft_files import TRAINED
     from tridecode.tools.bench.jobs import make_job
     from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
 
-    if heads and (draft or (heads == "random") == bool(model)):
-        raise ConfigError(f"--heads {heads}: wanted random with --preset, a folder with --model, no --draft")
+    sources = {"heads": heads, "glide": glide, "draft": draft}
+    given = [kind for kind, source in sources.items() if source]
+    kind = given[0] if given else "lookup"
+    source = sources.get(kind, "")
+    if len(given) > 1 or (kind in TRAINED and (source == "random") == bool(model)):
+        raise ConfigError(
+            f"--{kind} {source}: wanted random with --preset, a folder with --model, and no other drafter"
+        )
     plan = SpeculatePlan(batches_of(batches), drafts, right, repeats)
     job = make_job(
         preset, model, dtype, device=device, batches=(max(64, *plan.batches),), prompt_tokens=prompt_tokens,
         output_tokens=output_tokens, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
         int8_head=int8_head, seed=seed,
-        speculation="draft" if draft else "heads" if heads else "lookup",
-        draft=draft or ("" if heads == "random" else heads),
+        speculation=kind, draft="" if source == "random" else source,
     )  # fmt: skip
     run_speculate(plan, job, output)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.weights.draft_files import TRAINED
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench.engines.ours import described, open_engine
 from tridecode.tools.bench.measure import Job
@@ -69,7 +70,7 @@ def run_speculate(plan: SpeculatePlan, job: Job, output: Path) -> None:
     kind = "-".join(part for part in (job.quantization, job.kv_cache_dtype) if part and part != "auto")
     stem = f"speculate-{name}" + (f"-{kind}" if kind else "")
     stem += f"-{Path(job.draft).resolve().name}" if job.draft else ""
-    stem += "-heads" if job.speculation == "heads" else ""
+    stem += f"-{job.speculation}" if job.speculation in TRAINED else ""
     shown = [[row["batch"], row["kind"], *(row[key] for key in _COLUMNS)] for row in rows]
     Console().print(table(f"drafts: {name} {kind}".rstrip(), ["batch", "", *_COLUMNS.values()], shown))
     settings = {**asdict(plan), "job": asdict(job)}
