@@ -17,6 +17,7 @@ from tests.checkpoints import FAMILIES, greedy
 from tests.lora_adapters import make_adapter
 from tridecode.backend.engine.device import preparation
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.speculation.depth import StepCosts
 from tridecode.backend.weights.draft_files import write_draft
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest
@@ -140,6 +141,31 @@ def test_cached_prefixes_have_the_layers_keys_and_values() -> None:
     assert [one.tokens for one in generate(offline, longer, params, 2)] == wanted
     assert offline.scheduler.cache.cached_tokens - cached >= 3 * 32
     assert check_proposals(proposals, PaperGlide(llama(), trained)) > 20
+
+
+def test_tokens_that_the_layer_has_missed_are_read_before_it_drafts() -> None:
+    """The first answers are decoded without it; the second prompts begin with their blocks."""
+    model, texts, trained = known(llama)
+    offline = drafting(model, trained)
+    learning = learning_of(offline)
+    learning.may_draft = lambda rows: False  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=24, speculate=False)
+    first = generate(offline, PROMPTS, params, 2)
+    assert learning.drafted["glide"] == 0
+    del learning.may_draft
+    longer = [[*prompt, *one.tokens, 3, 4] for prompt, one in zip(PROMPTS, first)]
+    wanted = [hf_greedy(model, prompt, 12)[0] for prompt in longer]
+    cached, proposals, reads = offline.scheduler.cache.cached_tokens, recorded(offline), []
+    launch = offline.engine.launch
+
+    def launch_and_note(plan):
+        reads.append(plan.part(DraftReads) is not None)
+        return launch(plan)
+
+    offline.engine.launch = launch_and_note  # type: ignore[method-assign]
+    assert [one.tokens for one in generate(offline, longer, SamplingParams(max_tokens=12), 2)] == wanted
+    assert offline.scheduler.cache.cached_tokens - cached >= 3 * 24 and sum(reads) > 0
+    assert check_proposals(proposals, PaperGlide(llama(), trained)) > 10
 
 
 def test_rows_without_drafts_keep_their_tokens_beside_others() -> None:

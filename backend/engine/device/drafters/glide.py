@@ -50,10 +50,8 @@ class GlideDrafter(SequentialDrafter):
         self._rows = torch.arange(config.slots + 1, dtype=torch.int32, device=state.device)
         self._nowhere = torch.full((config.slots,), -1, dtype=torch.int32, device=state.device)
 
-    def follow(self, batch: Batch, hidden: Tensor) -> None:
-        if batch.decode_tokens == batch.num_tokens:
-            return
-        state, layer, batch = self._state, self.weights, self._known_ids(batch)
+    def _read(self, batch: Batch) -> None:
+        state, layer = self._state, self.weights
         context, x = Context(state.ops, state.ranks, state.work, batch), self._embedded[: batch.num_tokens]
         state.model.embed(context, x)
         out, cache = context.parts("qkv", self._heads.qkv_size).whole, state.caches[self._own]
