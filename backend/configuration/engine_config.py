@@ -187,8 +187,8 @@ class EngineConfig:
     draft_path: str = setting(
         "none",
         "folder of the draft model's weights and tokenizer, or of the heads or the layer that `tridecode "
-        "train-draft` wrote, relative to the folder of `config.pbtxt`; for `speculation` with draft, heads or "
-        "glide",
+        "train-draft` wrote, relative to the folder of `config.pbtxt`; for `speculation` with draft, heads "
+        "or glide",
     )
     max_draft_tokens: int = setting(7, "drafts of a sequence in a step, at most", _DRAFTS)
     shadow_share: float = setting(

@@ -40,8 +40,8 @@ def answers(texts: list[Text]) -> list[list[int]]:
 
 def drafting(model, trained, **settings) -> OfflineEngine:
     """An engine whose rows get every draft, whatever the steps of this machine cost."""
-    settings = {**LONGER, **settings}
-    offline = offline_engine(model, keep_logits=False, trained=trained, speculation="glide", **settings)
+    settings = {**LONGER, "speculation": "glide", **settings}
+    offline = offline_engine(model, keep_logits=False, trained=trained, **settings)
     learning_of(offline).policy.costs = None
     return offline
 
@@ -166,6 +166,20 @@ def test_tokens_that_the_layer_has_missed_are_read_before_it_drafts() -> None:
     assert [one.tokens for one in generate(offline, longer, SamplingParams(max_tokens=12), 2)] == wanted
     assert offline.scheduler.cache.cached_tokens - cached >= 3 * 24 and sum(reads) > 0
     assert check_proposals(proposals, PaperGlide(llama(), trained)) > 10
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_lookup_and_the_layer_work_together(sampled: bool) -> None:
+    model, _, trained = known(llama)
+    params = SAMPLED if sampled else SamplingParams(max_tokens=40)
+    prompts = prompts_of([5, 11, 1, 8, 17, 6, 4], VOCAB)[: len(SAMPLED)]
+    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, params)
+    offline = drafting(model, trained, speculation="lookup+glide")
+    for _ in range(2):  # the second time, finished answers are found
+        done = generate(offline, prompts, params, 2)
+        assert [one.tokens for one in done] == [one.tokens for one in plain]
+    drafted = learning_of(offline).drafted
+    assert drafted["glide"] > 10 and drafted["lookup"] > 10
 
 
 def test_rows_without_drafts_keep_their_tokens_beside_others() -> None:

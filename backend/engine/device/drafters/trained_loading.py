@@ -59,9 +59,7 @@ def trained_info(config: EngineConfig, model: ModelConfig) -> DraftInfo | None:
         return read_info(Path(config.draft_path), model, kind)
     if config.weights == "random":
         return _random_info(kind, model)
-    raise ConfigError(
-        f"{wanted} and draft_path none; wanted the folder that `tridecode train-draft` wrote"
-    )
+    raise ConfigError(f"{wanted} and draft_path none; wanted the folder that `tridecode train-draft` wrote")
 
 
 def load_trained(config: EngineConfig, model: ModelConfig, directory: Path) -> TrainedDraft | None:
