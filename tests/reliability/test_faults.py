@@ -23,7 +23,13 @@ SHORT = [
     "delete:engine-socket+kill:door",
     "kill:tritonserver",
 ]
-NIGHTLY = ["pause:all:12", "fill:disk+kill:rank0", "ask:dying:tridecode_health", "kill:serve+guard"]
+NIGHTLY = [
+    "pause:all:12",
+    "fill:disk+kill:rank0",
+    "ask:dying:tridecode_health",
+    "kill:checker",
+    "kill:serve+guard",
+]
 
 
 @pytest.fixture(scope="module")
