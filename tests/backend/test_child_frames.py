@@ -41,7 +41,8 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[socket.socket, socket.so
     """Larger ones than a socket holds, and texts beyond ASCII."""
     mine, theirs = pair
     messages = [{"text": "é\n" * size, "n": size} for size in (0, 1, 100_000, 2_000_000)]
-    sender = threading.Thread(target=lambda: [child_frames.send(mine, one) for one in messages])
+    sending = lambda: [child_frames.send(mine, one) for one in messages]  # noqa: E731
+    sender = threading.Thread(target=sending, daemon=True)
     sender.start()
     assert [child_frames.receive(theirs, time.monotonic() + 60) for _ in messages] == messages
     sender.join()

@@ -30,7 +30,9 @@ class Harness:
         self.threads = CompileThreads(self.work)
         self.events: queue.Queue[tuple[str, str]] = queue.Queue()
         self.long_jobs: list[Job] = []
-        self.started = [threading.Thread(target=self.threads.run, args=(i,)) for i in range(count)]
+        self.started = [
+            threading.Thread(target=self.threads.run, args=(i,), daemon=True) for i in range(count)
+        ]
         for thread in self.started:
             thread.start()
 

@@ -198,7 +198,7 @@ def test_kills_at_random_blame_no_grammar_and_leave_nothing(checker: GrammarChec
     def is_better_than(good: int) -> bool:
         return counts["good"] > good or bool(wrong)
 
-    threads = [threading.Thread(target=check, args=(connection,)) for connection in (0, 1)]
+    threads = [threading.Thread(target=check, args=(connection,), daemon=True) for connection in (0, 1)]
     for thread in threads:
         thread.start()
     seen: set[int] = set()
