@@ -14,7 +14,7 @@ from tridecode.backend.engine.grammars.loading import load_grammars
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
-from tridecode.backend.engine.schedule.drafts import may_draft
+from tridecode.backend.engine.schedule.drafts import may_verify
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.speculation.combined import CombinedLearning
 from tridecode.backend.engine.speculation.depth import DepthPolicy
@@ -77,7 +77,7 @@ def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     """Let the scheduler verify drafts, which the device finds, or rank 0 where plans have all ids."""
     most = engine.most_drafts
     policy = DepthPolicy(engine.step_costs, most)
-    drafter, sources = engine.drafter, AnswerSources(may_draft)
+    drafter, sources = engine.drafter, AnswerSources(may_verify)
     host = HostLookup(most, RING_TOKENS) if drafter is None else None
     if drafter is None or not drafter.is_planned:
         learning = Learning(policy, sources, host)

@@ -15,7 +15,7 @@ from tridecode.backend.engine.ranks.exchange import waiting
 from tridecode.backend.engine.ranks.parallel import GPU, Posted, Ranks
 from tridecode.backend.engine.step.plan import StepResult
 
-#: (n,) rows of a step, and (n, 3) int32 of the host, StepResult.found of these rows once the device is done
+#: (n,) rows of a step, and (n, 3 + k) int32 of the host: StepResult.found once the device is done
 Found = tuple[np.ndarray, Tensor]
 
 

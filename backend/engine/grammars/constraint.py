@@ -17,8 +17,8 @@ class Constraint:
 
     mask: (W,) int32, the possible ids of the next token (SamplingState.masks). error: why there is none.
     is_over: the answer is complete, and the request has no token that ends it. matcher: its state.
-    drafts: tokens that the grammar forces behind the newest one; none ends the answer. draft_masks:
-    (len(drafts), W) int32, masks of the token behind each draft.
+    drafts: tokens behind the newest one, which the grammar forces (is_forced) or allows; none ends the
+    answer. draft_masks: (len(drafts), W) int32, masks of the token behind each draft.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Constraint:
         self.is_over = False
         self.timed = 0  # masks that are still computed alone, and timed
         self.drafts: list[int] = []
+        self.is_forced = True
         self.draft_masks = np.zeros((0, words), np.int32)
         self._most_drafts = most_drafts
         self._beginning, self._tokens = matcher, list[int]()  # of the answer so far, if there are drafts
@@ -48,10 +49,10 @@ class Constraint:
         self._moves_ends = set(self._model_ends) != set(self._ends)
         self._allowed = mask_of(allowed, words) if allowed else None
 
-    def advance(self, tokens: list[int], cpu_limit_s: float) -> None:
+    def advance(self, tokens: list[int], cpu_limit_s: float, proposed: Items[int] = ()) -> None:
         """Take the next tokens of the answer, compute the mask behind them, and draft. Does not raise.
 
-        cpu_limit_s: limit of the thread's CPU time.
+        cpu_limit_s: limit of the thread's CPU time. proposed: drafts for where the grammar forces none.
         """
         begun = time.thread_time()
         try:
@@ -69,7 +70,7 @@ class Constraint:
             found = f"structured_output: the mask of one token took {1e3 * taken:.1f} ms of CPU time"
             wanted = f"{1e3 * cpu_limit_s:g} (mask_cpu_ms in config.pbtxt)"
             self.error = GrammarFault(f"{found}; this model accepts {wanted}", "time")
-        self._draft(tokens, cpu_limit_s)
+        self._draft(tokens, proposed, cpu_limit_s)
 
     def accept(self, tokens: list[int]) -> None:
         """Take the tokens before the newest one, which `GrammarCompiler.advance` then takes. Does not raise:
@@ -79,21 +80,33 @@ class Constraint:
         except GrammarFault:
             pass
 
-    def take(self, tokens: list[int], mask: np.ndarray, fault: GrammarFault | None, limit_s: float) -> None:
+    def take(
+        self,
+        tokens: list[int],
+        mask: np.ndarray,
+        fault: GrammarFault | None,
+        cpu_limit_s: float,
+        proposed: Items[int] = (),
+    ) -> None:
         """Take the result of GrammarCompiler.advance, and draft. tokens: the newest ones. mask: (W,) int32,
-        which it keeps. limit_s: of the thread's CPU time for drafts."""
+        which it keeps. cpu_limit_s: of the thread's CPU time for drafts. proposed: see `advance`."""
         self.mask, self.error = mask, fault
         if fault is None:
             self.is_over = self._limit(mask)
-        self._draft(tokens, limit_s)
+        self._draft(tokens, proposed, cpu_limit_s)
 
-    def _draft(self, tokens: list[int], cpu_limit_s: float) -> None:
-        """Set the drafts behind `tokens`, which are the newest ones. Those that are known remain."""
+    def _draft(self, tokens: list[int], proposed: Items[int], cpu_limit_s: float) -> None:
+        """Set the drafts behind `tokens`, which are the newest ones. Forced ones that are known remain."""
         if not self._most_drafts:
             return
         self._tokens += tokens
         count = len(tokens)
-        known = self.error is None and count < len(self.drafts) and self.drafts[:count] == tokens
+        known = (
+            self.is_forced
+            and self.error is None
+            and count < len(self.drafts)
+            and self.drafts[:count] == tokens
+        )
         if known:
             self.drafts, self.draft_masks = self.drafts[count:], self.draft_masks[count:]
             return
@@ -102,7 +115,7 @@ class Constraint:
             return
         masks: list[np.ndarray] = []
         try:
-            self._look_ahead(masks, time.thread_time() + cpu_limit_s)
+            self._look_ahead(proposed, masks, time.thread_time() + cpu_limit_s)
         except BaseException:  # also a panic of the library: the draft fails where it is drawn, as any token
             self._most_drafts = 0
             self._restore()
@@ -110,11 +123,14 @@ class Constraint:
         if masks:
             self.draft_masks = np.stack(masks)
 
-    def _look_ahead(self, masks: list[np.ndarray], until: float) -> None:
-        """Draft the tokens that must follow, append the mask behind each to `masks`, and return to the newest
-        token. until: of this thread's CPU time, about."""
+    def _look_ahead(self, proposed: Items[int], masks: list[np.ndarray], until: float) -> None:
+        """Draft the tokens that must follow, or the first of the proposed ones that may follow; append the
+        mask behind each to `masks`, and return to the newest token. until: of this thread's CPU time,
+        about."""
         matcher, mask, taken = self.matcher, self.mask, 0
-        self.drafts = matcher.forced_tokens()[: self._most_drafts]
+        forced = matcher.forced_tokens()
+        self.is_forced = bool(forced)
+        self.drafts = list(forced or proposed)[: self._most_drafts]
         for token in self.drafts:
             ends = token in self._ends or token in self._model_ends
             if ends or not allows(mask, token) or time.thread_time() > until:

@@ -31,7 +31,8 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 
 log = logging.getLogger("tridecode.engine")
 
-_Job = tuple[Any, list[int]]  # a sequence with a constraint, and its newest tokens
+#: a sequence with a constraint, its newest tokens, and drafts behind them
+_Job = tuple[Any, list[int], Items[int]]
 
 #: time after which others no longer wait for a grammar: wall-clock time, or CPU time if it is given up
 QUICK_MS = 20.0
@@ -163,12 +164,15 @@ class Grammars:
         """Return how many sequences wait for a mask, or for `settle` to report it."""
         return self._outstanding
 
-    def advance(self, sequence: Any, tokens: list[int]) -> None:
-        """Begin to compute the mask behind new tokens of a sequence with a constraint."""
+    def advance(self, sequence: Any, tokens: list[int], proposed: Items[int] = ()) -> None:
+        """Begin to compute the mask behind new tokens of a sequence with a constraint.
+
+        proposed: drafts of a drafter behind the tokens, for where the grammar forces none.
+        """
         constraint: Constraint = sequence.constraint
         constraint.ready = False
         self._outstanding += 1
-        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, tokens))
+        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, tokens, proposed))
 
     def settle(self, seconds: float) -> list[Any]:
         """Return the sequences whose masks are ready, or failed; wait up to `seconds` for the others."""
@@ -223,30 +227,32 @@ class Grammars:
                 if following is None:
                     return
                 batch.append(following)
-            constraints = [sequence.constraint for sequence, _ in batch]
+            constraints = [sequence.constraint for sequence, _, _ in batch]
             masks = np.empty((len(batch), self._words), np.int32)
             begun = time.monotonic()
             faults: list[Any]
             try:
-                for constraint, (_, tokens) in zip(constraints, batch):
+                for constraint, (_, tokens, _) in zip(constraints, batch):
                     if len(tokens) > 1:
                         constraint.accept(tokens[:-1])
                 matchers = [constraint.matcher for constraint in constraints]
-                faults = list(self._compiler.advance(matchers, [tokens[-1] for _, tokens in batch], masks))
+                newest = [tokens[-1] for _, tokens, _ in batch]
+                faults = list(self._compiler.advance(matchers, newest, masks))
             except BaseException as error:  # also a panic of the library: it ends only these requests
                 log.exception("masks could not be computed")
                 faults = [TridecodeError(f"structured_output: {type(error).__name__}")] * len(batch)
             is_slow = time.monotonic() - begun > self._mask_cpu_s
-            for (sequence, tokens), constraint, mask, fault in zip(batch, constraints, masks, faults):
-                constraint.take(tokens, mask, fault, self._mask_cpu_s)
+            for job, constraint, mask, fault in zip(batch, constraints, masks, faults):
+                sequence, tokens, proposed = job
+                constraint.take(tokens, mask, fault, self._mask_cpu_s, proposed)
                 constraint.timed = TIMED_MASKS if is_slow else 0
                 self._done.put(sequence)
 
     def _fill_timed(self) -> None:
         while (job := self._timed_jobs.get()) is not None:
-            sequence, tokens = job
+            sequence, tokens, proposed = job
             constraint: Constraint = sequence.constraint
-            constraint.advance(tokens, self._mask_cpu_s)
+            constraint.advance(tokens, self._mask_cpu_s, proposed)
             constraint.timed -= 1
             self._done.put(sequence)
 

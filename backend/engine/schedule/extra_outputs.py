@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from tridecode.backend.engine.speculation.records import DraftRecord
 from tridecode.backend.wire.messages import EventExtra, Perf
 from tridecode.backend.wire.sampling_params import SamplingParams
 
@@ -41,9 +40,10 @@ class ExtraOutputs:
         return ExtraOutputs(prompt_tokens, self.arrived_ns, self.scheduled_ns)
 
     def take(
-        self, params: SamplingParams, has_token: bool, finished: bool, drafts: DraftRecord | None = None
+        self, params: SamplingParams, has_token: bool, finished: bool, drafts: tuple[int, int] = (0, 0)
     ) -> EventExtra | None:
-        """Return what the next event carries, or None. drafts: of the sequence."""
+        """Return what the next event carries, or None. drafts: how many were verified for the sequence, and
+        how many were right."""
         perf = (
             self._perf(has_token, drafts) if params.return_perf_metrics and (has_token or finished) else None
         )
@@ -54,12 +54,11 @@ class ExtraOutputs:
             return None
         return EventExtra(b"".join(context), b"".join(generation), log_prob, perf)
 
-    def _perf(self, has_token: bool, drafts: DraftRecord | None) -> Perf:
+    def _perf(self, has_token: bool, drafts: tuple[int, int]) -> Perf:
         """Return the metrics so far: a door may end the text before the engine does."""
         if has_token:
             self.last_ns = time.time_ns()
             self.first_ns = self.first_ns or self.last_ns
         new = self.blocks - self.reused
-        counts = (0, 0) if drafts is None else (drafts.drafted, drafts.accepted)
         times = self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns
-        return Perf(*times, new, self.reused, *counts)
+        return Perf(*times, new, self.reused, *drafts)

@@ -120,7 +120,7 @@ class OutputProcessor:
             else:
                 requests.emit(sequence, [token], wanted)
                 if sequence.constraint is not None:
-                    self._grammars.advance(sequence, [token])
+                    self._advance_grammar(sequence, [token])
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
@@ -163,7 +163,14 @@ class OutputProcessor:
         else:
             self._requests.emit(sequence, tokens, log_probs)
             if sequence.constraint is not None:
-                self._grammars.advance(sequence, tokens)
+                self._advance_grammar(sequence, tokens)
+
+    def _advance_grammar(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Begin to compute the next mask of a sequence, and those of its drafts."""
+        drafts = self._planner.drafts
+        learning = None if drafts is None else drafts.learning
+        proposed = [] if learning is None else learning.take_proposed(sequence)
+        self._grammars.advance(sequence, tokens, proposed)
 
     # ------------------------------------------------------------ beams
 

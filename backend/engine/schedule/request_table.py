@@ -110,7 +110,7 @@ class RequestTable:
             embedding = sequence.take_embedding()
         if sequence.extra_outputs is not None:
             extra = sequence.extra_outputs.take(
-                sequence.params, bool(tokens), bool(finish), sequence.own_record
+                sequence.params, bool(tokens), bool(finish), sequence.draft_counts
             )
         tops = sequence.take_top() if sequence.top is not None and tokens else []
         event = Event(

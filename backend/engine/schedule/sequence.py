@@ -186,12 +186,19 @@ class Sequence:
 
     @property
     def own_record(self) -> DraftRecord | None:
-        """Return the record of its drafts: those of its grammar, if it obeys one."""
-        if self.constraint is None:
+        """Return the record of the drafts that its next row has."""
+        constraint = self.constraint
+        if constraint is None or (constraint.drafts and not constraint.is_forced):
             return self.draft_record
         if self.forced_record is None:
             self.forced_record = DraftRecord(source=GRAMMAR)
         return self.forced_record
+
+    @property
+    def draft_counts(self) -> tuple[int, int]:
+        """Return how many drafts steps have verified for it, and how many were right."""
+        known = [one for one in (self.draft_record, self.forced_record) if one is not None]
+        return sum(one.drafted for one in known), sum(one.accepted for one in known)
 
     def known_tokens(self) -> np.ndarray:
         """Return (num_known,) int32: the prompt and the output so far."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from tridecode.backend.engine.speculation.records import (
     FIRST_CHANCES,
-    GRAMMAR,
     NEVER,
     SEARCHES,
     DraftRecord,
@@ -74,20 +73,24 @@ class DepthPolicy:
         return self.costs is None or bool(self._widths_of(rows)[1])
 
     def choose(
-        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], searched: bool = False
+        self,
+        records: Sequence[DraftRecord | None],
+        mosts: Sequence[int],
+        searched: bool = False,
+        masked: Sequence[bool] | None = None,
     ) -> list[int]:
         """Return the number of drafts of each row of a step.
 
         records: of the rows, None for one without drafts. mosts: the most drafts that each may have.
-        searched: whether no planned drafter has computed drafts for the step.
+        searched: whether no planned drafter has computed drafts for the step. masked: the rows whose drafts
+        need masks, and so a step without a CUDA graph; None: no row.
         """
         mosts = [min(most, self.most) for most in mosts]
         if self.costs is None:
             return [most if self.chance(record) else 0 for record, most in zip(records, mosts)]
-        forced = [record is not None and record.source == GRAMMAR for record in records]
-        if not any(most for most, is_forced in zip(mosts, forced) if is_forced):
+        if masked is None or not any(most for most, is_masked in zip(mosts, masked) if is_masked):
             return self._best(records, mosts, searched=searched)[1]
-        others = [0 if is_forced else most for most, is_forced in zip(mosts, forced)]
+        others = [0 if is_masked else most for most, is_masked in zip(mosts, masked)]
         return max(
             self._best(records, others, searched=searched),
             self._best(records, mosts, self.costs.launch, searched),

@@ -10,7 +10,7 @@ import numpy as np
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
-from tridecode.backend.engine.speculation.records import DRAFTERS, GRAMMAR, NEVER, NO_GAP, DraftRecord
+from tridecode.backend.engine.speculation.records import DRAFTERS, NEVER, NO_GAP, DraftRecord
 from tridecode.backend.engine.speculation.sources import AnswerSources
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
@@ -50,22 +50,37 @@ class Learning:
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
         records = [one.own_record for one in sequences]
+        masked = [one.constraint is not None for one in sequences]
         if self.planned:
-            return self._choose_planned(records, mosts)
+            return self._choose_planned(records, mosts, masked)
         if self.host is not None:
             for sequence, record, most in zip(sequences, records, mosts):
                 if record is not None and most and sequence.constraint is None:
                     self.host.search(sequence, record)
-        return self.policy.choose(records, mosts)
+        return self.policy.choose(records, mosts, masked=masked)
 
-    def _choose_planned(self, records: list[DraftRecord | None], mosts: list[int]) -> list[int]:
+    def _choose_planned(
+        self, records: list[DraftRecord | None], mosts: list[int], masked: list[bool]
+    ) -> list[int]:
         """`choose` where the drafts of a drafter exist already."""
         counts = [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
-        is_forced = [one is not None and one.source == GRAMMAR for one in records]
-        forced = [most if is_it else 0 for is_it, most in zip(is_forced, mosts)]
+        forced = [most if is_masked else 0 for is_masked, most in zip(masked, mosts)]
         if any(forced):
-            counts = [max(pair) for pair in zip(counts, self.policy.choose(records, forced))]
+            counts = [max(pair) for pair in zip(counts, self.policy.choose(records, forced, masked=masked))]
         return counts
+
+    def take_proposed(self, sequence: Sequence) -> list[int]:
+        """Return the drafts behind the newest token of a sequence that obeys a grammar, whose masks are
+        computed next. Call it once for each step of the sequence, after `end_step`."""
+        record = sequence.draft_record
+        if record is None:
+            return []
+        if self.host is not None:
+            self.host.search(sequence, record)
+            (count,) = self.policy.choose([record], [len(record.drafts)], masked=[True])
+            return record.drafts[:count].tolist()
+        proposed, record.proposed = record.proposed, []
+        return proposed
 
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts per row the planned drafter computes after a step, for the next step.
@@ -117,14 +132,32 @@ class Learning:
                 self._verified(plan.sequences[row], int(plan.samples[row]) - 1, int(result.accepted[row]) - 1)
         if result.found is None:
             return
-        may_draft = self.may_draft(plan.num_decodes)
-        for row, (matched, source, agreed) in zip(result.found[0].tolist(), result.found[1].tolist()):
+        may_draft, (rows, found) = self.may_draft(plan.num_decodes), result.found
+        for row, (matched, source, agreed) in zip(rows.tolist(), found[:, :3].tolist()):
             record = plan.sequences[row].draft_record
             if record is None:
                 continue
             if may_draft and row < plan.num_decodes and plan.samples[row] == 1:
                 self.policy.learn(self._newest(record), 1, agreed)
             record.matched, record.source = matched, source
+        if found.shape[1] > 3:
+            self._propose(plan, rows, found[:, 3:])
+
+    def _propose(self, plan: StepPlan, rows: np.ndarray, ids: np.ndarray) -> None:
+        """Choose the drafts of the rows that obey a grammar. rows: (n,) of the plan. ids: (n, k) int32, found
+        drafts of each."""
+        masked = [i for i, row in enumerate(rows.tolist()) if plan.sequences[row].constraint is not None]
+        records = [plan.sequences[row].draft_record for row in rows[masked].tolist()]
+        others = plan.num_rows - len(records)
+        counts = self.policy.choose(
+            [*records, *[None] * others],
+            [ids.shape[1]] * len(records) + [0] * others,
+            searched=True,
+            masked=[True] * plan.num_rows,
+        )
+        for i, record, count in zip(masked, records, counts):
+            if record is not None:
+                record.proposed = ids[i, :count].tolist()
 
     def _verified(self, sequence: Sequence, drafted: int, right: int) -> None:
         record = sequence.own_record

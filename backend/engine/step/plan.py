@@ -164,7 +164,8 @@ class StepResult:
     decode row that it keeps, its first ones; the others are undefined.
 
     parts: the result of each of the plan's parts, None for a part without a result. found: of a drafter on
-    the device: (n,) rows of the plan that have drafts, and (n, 3) int32, what Ops.look_up found for them.
+    the device: (n,) rows of the plan that have drafts, and (n, 3) int32, what Ops.look_up found for them; in
+    a step with rows that obey a grammar with further columns, the ids of the drafts.
     """
 
     tokens: np.ndarray

@@ -153,11 +153,15 @@ def test_drafts_of_a_grammar_are_weighed_with_the_launch_of_a_step_that_is_no_gr
     cheap, dear = (DepthPolicy(StepCosts({1: 1.0, 2: 1.0}, several, launch), 15) for launch in (0.0, 20.0))
     for policy in (cheap, dear):
         policy.learn(free, 7, 7)
-    assert cheap.choose([grammar], [7]) == [7]
-    assert dear.choose([grammar], [7]) == [0]
-    assert cheap.choose([grammar, free], [7, 7]) == [7, 7]
-    assert dear.choose([grammar, free], [7, 7]) == [0, 7], "a neighbour's drafts need no launch"
-    assert DepthPolicy(StepCosts({1: 1.0}, {(1, 8): 1.2}, 2.0), 15).choose([grammar], [7]) == [7]
+    assert cheap.choose([grammar], [7], masked=[True]) == [7]
+    assert dear.choose([grammar], [7], masked=[True]) == [0]
+    assert cheap.choose([grammar, free], [7, 7], masked=[True, False]) == [7, 7]
+    assert dear.choose([grammar, free], [7, 7], masked=[True, False]) == [0, 7], (
+        "a neighbour's drafts need no launch"
+    )
+    assert DepthPolicy(StepCosts({1: 1.0}, {(1, 8): 1.2}, 2.0), 15).choose([grammar], [7], masked=[True]) == [
+        7
+    ]
 
 
 @pytest.mark.parametrize(

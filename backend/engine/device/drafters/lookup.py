@@ -34,8 +34,11 @@ class LookupDrafter(DeviceDrafter):
         self.history = DraftHistory.allocate(config.slots, self._longest, ring, device)
         #: results of the newest search, by its rows
         self.found = torch.zeros((config.slots, 3), dtype=torch.int32, device=device)
-        self._host = [empty_host((config.slots, 3), torch.int32, device) for _ in range(turns)]
+        self._most = config.max_draft_tokens
+        size = config.slots * (3 + self._most)
+        self._host = [empty_host((size,), torch.int32, device) for _ in range(turns)]
         self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
+        self._masked = np.zeros(config.slots, bool)  # whether it obeys a grammar: the host needs the drafts
         self._next = self._used = 0  # place of the ring that is written next; written places
 
     @torch.inference_mode()
@@ -43,7 +46,8 @@ class LookupDrafter(DeviceDrafter):
         """Write state.drafts behind the newest tokens of a launched step.
 
         Return the (n,) rows of the plan that have drafts, and (n, 3) int32 of the host, which holds what
-        Ops.look_up has found for them once the device has done the step. None: no row has drafts.
+        Ops.look_up has found for them once the device has done the step; if a row obeys a grammar, with the
+        drafts of all rows in further columns. None: no row has drafts.
         """
         plan, state = step.plan, step.state
         self._take_slots(plan)
@@ -67,8 +71,12 @@ class LookupDrafter(DeviceDrafter):
             used=self._used,
             found=found,
         )
-        host = self._host[plan.step % len(self._host)][: len(rows)]
-        return rows, to_host(found, host)
+        slots = plan.slots[rows]
+        if self._masked[slots].any():
+            places = _on_device(torch.from_numpy(slots.astype(np.int64)), self._device)
+            found = torch.cat([found, state.drafts[places, : self._most]], 1)
+        host = self._host[plan.step % len(self._host)][: found.numel()]
+        return rows, to_host(found, host.view(found.shape))
 
     def _longest_history(self, plan: StepPlan) -> int:
         """Return an upper bound of the tokens of a history after the step."""
@@ -83,8 +91,9 @@ class LookupDrafter(DeviceDrafter):
             for tensor in (history.tokens, history.lengths, history.scopes):
                 tensor[both[1]] = tensor[both[0]]
             self._drafts[pairs[1]] = self._drafts[pairs[0]]
+            self._masked[pairs[1]] = self._masked[pairs[0]]
         for start in plan.starts:
-            self._drafts[start.slot] = False
+            self._drafts[start.slot], self._masked[start.slot] = False, start.masked
         if sources is None:
             return
         known = {start.slot: start.history for start in plan.starts}
