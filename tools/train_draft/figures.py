@@ -1,4 +1,4 @@
-"""Tokens per step on held-back texts: what a drafter's drafts would have saved."""
+"""Computes the tokens per step of a drafter on held-back texts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tridecode.tools.train_draft.texts import Text
 def tokens_per_step(drafted: Iterable[tuple[Text, Tensor]], depth: int) -> list[float]:
     """Return the mean number of tokens of a step with 1, 2, … `depth` drafts, over all texts.
 
-    drafted: texts, each with the drafts (n, depth) behind each newest token of its answer, from its first
+    drafted: texts, each with the drafts (n, depth) after each newest token of its answer, from the first
     token to the last but one. A step keeps the drafts that equal the text up to the first that differs, and
-    adds one token of its own. The first token of an answer, which the prompt's step makes, is not counted.
+    adds one token. The first token of an answer, which the prompt's step generates, is not counted.
     """
     tokens, steps = 0, [0] * depth
     for text, drafts in drafted:

@@ -1,8 +1,8 @@
 """One-pass heads: k small residual blocks between the target's last hidden state and the target's own head.
 
-Medusa (Cai et al., arXiv 2401.10774) with two changes: the heads see the newest token besides the hidden
-state that it was drawn from, so that they know which of the likely tokens was drawn; and the first matrix of
-the blocks is shared, so that a pass is three matrices and the head.
+Medusa (Cai et al., arXiv 2401.10774) with two changes: in addition to the hidden state, the heads see the
+newest token, so that they know which of the likely tokens was sampled; and the blocks share their first
+matrix, so that a pass consists of three matrices and the head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Heads(nn.Module):
 
     def __init__(self, hidden: int, width: int, depth: int):
         super().__init__()
-        self.hidden = nn.Linear(hidden, width)  # with the bias of both
+        self.hidden = nn.Linear(hidden, width)  # its bias serves both
         self.token = nn.Linear(hidden, width, bias=False)
         self.outs = nn.Linear(width, depth * hidden, bias=False)
         nn.init.zeros_(self.outs.weight)  # at first each head repeats the target's own
@@ -42,7 +42,7 @@ class Heads(nn.Module):
     def drafts(
         self, text: Text, states: Tensor, embedding: Tensor, head: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return the most likely ids behind each newest token of a text's answer, (n, depth).
+        """Return the most likely ids after each newest token of a text's answer, (n, depth).
 
         states: (tokens, C) of the text. embedding, head: (V, C); bias: (V,).
         """

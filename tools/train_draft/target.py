@@ -29,19 +29,19 @@ from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer,
 from tridecode.model_repo_templates.repository import TOKENIZER_DIR
 from tridecode.tools.evaluate.in_process import ENGINE, repository_engine
 
-#: sequences that the engine decodes together
+#: maximum sequences that the engine decodes together
 _SEQUENCES = {"cpu": 32, "cuda": 256}
-#: share of a GPU's memory for the engine and its cache; training needs the rest
+#: share of a GPU's memory for the engine and its cache; training uses the rest
 _MEMORY_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model whose next tokens are to be guessed.
+    """The model for which a drafter is trained.
 
     weights: its weight directory. config: its shape. digest: of the checkpoint that it was converted from;
-    "": unknown. tokenizer: folder of its tokenizer; None: it has none. settings: of its engine. checkpoint:
-    None: the target was given with converted weights.
+    "": unknown. tokenizer: folder of its tokenizer, if any. settings: of its engine. checkpoint: None if the
+    target was given as converted weights.
     """
 
     weights: Path

@@ -15,10 +15,10 @@ DRAFT = "draft"
 
 
 def draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
-    """Return the config of the draft model; None if the settings want none.
+    """Return the config of the draft model; None if none is configured.
 
     config: max_sequence_tokens may be unresolved. Raises ConfigError for a missing folder or file, another
-    vocabulary size, fewer positions, and settings with which a draft model does not work.
+    vocabulary size, fewer positions, and settings that exclude a draft model.
     """
     if config.drafter != DRAFT:
         return None
@@ -58,9 +58,9 @@ def draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None
 
 
 def check_draft_tokenizer(config: EngineConfig, tokenizer: Path | None) -> None:
-    """Raise ConfigError unless the draft model has the served model's tokenizer, if the settings want one.
+    """Raise ConfigError if a draft model is configured and lacks the served model's tokenizer.
 
-    tokenizer: folder of the served model's; None: requests bring token ids, so that nothing can be compared.
+    tokenizer: folder of the served model's; None: requests have token ids, so there is nothing to compare.
     """
     if config.drafter != DRAFT or config.draft_path == "none" or tokenizer is None:
         return

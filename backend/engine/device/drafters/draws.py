@@ -1,4 +1,4 @@
-"""Draws drafts from logits as the target's sampler would draw its tokens."""
+"""Samples drafts from logits like the target's sampler."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tridecode.kernels.sampling_state import SamplingState
 
 
 class DraftDraws:
-    """A sampler of its own on a copy of the slots' state: only tokens that are kept may change the target's.
+    """A sampler on a copy of the slots' state, because only accepted tokens may change the target's state.
 
-    A draft is drawn by the rules of its slot and with the noise of its token's number. So it is right where
-    the drafter's logits and the target's give the same token, also at a temperature.
+    A draft is sampled by the rules of its slot and with the noise of its token's number. It is therefore
+    right if the drafter's logits and the target's give the same token, also at a temperature above 0.
     """
 
     def __init__(self, state: DeviceState):
         target = state.sampling
         own = {name: getattr(target, name).clone() for name in ("slots", "last_tokens", "lengths", "counts")}
-        # a history is written behind its end only, where the target's sampler overwrites it
+        # a history is only written beyond its end, where the target's sampler overwrites it
         self.sampling = replace(target, **own)
         self.sampler = StepSampler(state, 0, self.sampling)
 
     def take(self, state: SamplingState, slots: np.ndarray) -> None:
-        """Copy what drawing a token changes, of these slots, from the target's state."""
+        """Copy the state that sampling a token changes from the target's, for these slots."""
         own = self.sampling
         own.slots.copy_(state.slots)
         own.last_tokens.copy_(state.last_tokens)

@@ -1,4 +1,4 @@
-"""Drafts of one-pass heads: all drafts of a row, from the hidden state that gave its newest token."""
+"""One-pass heads: computes all drafts of a row from the hidden state that gave its newest token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class HeadWeights:
     def pack(
         cls, tensors: Mapping[str, Tensor], depth: int, ops: Ops, dtype: torch.dtype, device: torch.device
     ) -> HeadWeights:
-        """Pack the tensors of a file whose shapes are checked. depth: heads that are used, its first ones."""
+        """Pack the tensors of a file with checked shapes. depth: number of heads to use, from the first
+        on."""
         moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
         size = moved["hidden.weight"].shape[1]
         inner = torch.cat([moved["hidden.weight"], moved["token.weight"]], 1)
@@ -74,7 +75,7 @@ class HeadsDrafter(DeviceDrafter):
         self._draws = DraftDraws(state)
         self._logits = state.work.logits
         columns = self._logits.shape[1]
-        #: rows of each head's logits are padded to a multiple of this: sampling wants addresses of 16 bytes
+        #: rows of each head's logits are padded to a multiple of this: sampling needs 16-byte alignment
         self._multiple = 4 // math.gcd(columns, 4)
         rows = self._padded(config.slots)
         fewest = max(weights.depth * self._multiple, rows)
@@ -121,11 +122,11 @@ class HeadsDrafter(DeviceDrafter):
         self._run(rows)
 
     def _samples(self, step: SampledStep, rows: np.ndarray) -> Tensor:
-        """Return (n,) int64, the sample of each of these rows of the plan that is its newest token."""
+        """Return (n,) int64: for each of these rows of the plan, the sample that is its newest token."""
         plan, device = step.plan, self._state.device
         firsts = (np.cumsum(plan.samples) - plan.samples)[rows]
         found = on_device(torch.from_numpy(firsts.astype(np.int64)), device)
-        if plan.queries:  # a decode row keeps the first ones of its samples
+        if plan.queries:  # a decode row keeps a prefix of its samples
             decodes = int(np.searchsorted(rows, plan.num_decodes))
             kept = on_device(torch.from_numpy(rows[:decodes].astype(np.int64)), device)
             found[:decodes] += step.accepted.index_select(0, kept).clamp(min=1) - 1
@@ -184,5 +185,5 @@ class HeadsDrafter(DeviceDrafter):
         return -(-rows // self._multiple) * self._multiple
 
     def _heads_at_once(self, rows: int) -> int:
-        """Return how many heads' logits of `rows` rows are computed together."""
+        """Return the number of heads whose logits are computed together for `rows` rows."""
         return min(self.weights.depth, max(1, len(self._logits) // rows))
