@@ -99,7 +99,6 @@ def read_settings(arguments: FrontArguments) -> FrontSettings:
         server = server or processes.identify(os.getpid())
         assert server is not None
         owner, guest = f"{server.pid}:{server.start}", server.pid != os.getpid()
-    os.environ["TRIDECODE_OWNER"] = owner
     digests = tuple(map(digest_of, arguments.api_key))
     Keys(digests, arguments.api_key_file)
     return FrontSettings(
@@ -145,6 +144,7 @@ def run(arguments: FrontArguments) -> int:
     """Serve until a signal, or until the server is gone. Returns the exit code."""
     log_format.configure("openai")
     settings = read_settings(arguments)
+    os.environ["TRIDECODE_OWNER"] = settings.owner
     if (store := Store.of(settings)) is not None:
         _check_parser()
         store.create()

@@ -7,6 +7,7 @@ replaced by functions that do nothing.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -77,11 +78,13 @@ def calls_of(run: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.disable()  # finalizers of other objects would count
     sys.setprofile(watch)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count - 1
 
 

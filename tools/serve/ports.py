@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import itertools
 import logging
 import os
 import socket
@@ -16,19 +17,38 @@ from tridecode.tools.serve.triton_access import LOOPBACK
 
 #: where the OpenAI service of a checkpoint listens, unless an option says otherwise
 OPENAI_PORT = 9000
+#: free_ports searches from here, for each process at a distance from the others
+_FIRST_PORT, _PORTS_PER_PROCESS = 12_000, 131
+_searched = itertools.count()
 _LISTEN, _ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
 _log = logging.getLogger("tridecode.serve")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind((LOOPBACK, 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return ports of the loopback interface that are free now.
+
+    They are below the ports that the kernel gives to connections: it could give one of those to somebody
+    else before the server that needs it has started. Processes begin their search at different ports.
+    """
+    found: list[int] = []
+    begin, span = _FIRST_PORT, _first_ephemeral_port() - _FIRST_PORT
+    while len(found) < count:
+        port = begin + (os.getpid() * _PORTS_PER_PROCESS + next(_searched)) % span if span > 0 else 0
+        with socket.socket() as one:
+            try:
+                one.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            found.append(one.getsockname()[1])
+    return found
+
+
+def _first_ephemeral_port() -> int:
+    """Return the first port that the kernel gives to connections; 0 if it is unknown."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
 
 
 def inodes_listening(port: int) -> set[int]:
