@@ -18,7 +18,8 @@ SMALL = {"device": "cpu", "batches": (2,), "prompt_tokens": 4, "output_tokens": 
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_a_preset_runs_quantised(name: str):
     found = bench_engine(make_job("toy", None, "fp32", quantization=name, **SMALL))
-    assert found["batches"][0]["tokens_per_s"] > 0
+    # step_ms is the difference of two runs, which may be negative on a loaded machine
+    assert found["batches"][0]["steady_step_ms"] > 0
 
 
 def test_the_matrices_of_layers_are_what_is_rounded():
