@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.backend.engine.gpu_drafting import NEW, SIZES
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_combined_drafts import mix
 from tests.backend.engine.test_draft_model import like
@@ -16,8 +17,6 @@ from tridecode.backend.wire.messages import SamplingParams
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [1, 7, 30, 33, 9, 6, 4, 12]
-NEW = 40
-SIZES = dict(max_sequences=64, max_step_tokens=128, max_sequence_tokens=128, data_type="fp32")
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "llama, head 128"])

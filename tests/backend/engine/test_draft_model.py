@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 from tests.backend.engine.offline_models import drafting_engine, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_adapters import ADAPTERS, engine_over, written
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
-from tests.backend.engine.test_lookup import counted, learning_of
+from tests.backend.engine.test_lookup import check_sampling_rules, counted, learning_of
 from tests.backend.engine.test_resumption import check_equal, finish, moved, submitted
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import bloom, gpt2, llama
@@ -111,13 +111,8 @@ def test_rows_may_fill_a_step_though_a_first_draft_reads_two_tokens_of_each() ->
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> None:
     model = make()
-    prompts = prompts_of(LENGTHS, model.config.vocab_size)
-    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, SAMPLED)
     offline = drafting(model, like(model))
-    done = generate(offline, prompts, SAMPLED, depth)
-    for one, other in zip(done, plain, strict=True):
-        assert one.tokens == other.tokens and one.finish == other.finish
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    check_sampling_rules(model, offline, prompts_of(LENGTHS, model.config.vocab_size), depth)
     assert learning_of(offline).accepted["draft"] > 20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.backend.engine.gpu_drafting import LENGTHS, NEW, SIZES, drafting
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_model import like
 from tests.backend.engine.test_draft_reads import RULES, second_round
@@ -14,18 +15,6 @@ from tridecode.backend.engine.device.drafters.model_drafter import ModelDrafter
 from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
-
-LENGTHS = [1, 7, 30, 33, 9]
-NEW = 40
-SIZES = dict(max_sequences=64, max_step_tokens=128, max_sequence_tokens=128, data_type="fp32")
-
-
-def drafting(model, draft, **settings):
-    offline = gpu_engine(model, keep_logits=False, speculation="draft", draft=draft, **{**SIZES, **settings})
-    learning = learning_of(offline)
-    assert learning.policy.costs is not None and learning.policy.costs.several
-    learning.policy.costs = None  # every draft, whatever the steps of this machine cost
-    return offline
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "llama, head 128"])
@@ -38,7 +27,7 @@ def test_answers_keep_their_tokens(name: str, sampled: bool, is_equal: bool) -> 
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     params = SAMPLED if sampled else SamplingParams(max_tokens=NEW)
     plain = generate(gpu_engine(model, keep_logits=False, **SIZES), prompts, params)
-    offline = drafting(model, model if is_equal else like(model))
+    offline = drafting(model, "draft", draft=model if is_equal else like(model))
     learning = learning_of(offline)
     for _ in range(2):  # the second time behind cached prefixes
         done = generate(offline, prompts, params, depth=2)
@@ -56,7 +45,7 @@ def test_an_eight_bit_cache_has_the_draft_models_layers_too(graphs: bool) -> Non
     model = MODELS["llama, head 128"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     params, settings = SamplingParams(max_tokens=NEW), dict(kv_cache_dtype="fp8", cuda_graphs=graphs)
-    offline = drafting(model, model, data_type="bf16", **{**settings, "max_sequences": 32})
+    offline = drafting(model, "draft", draft=model, data_type="bf16", **{**settings, "max_sequences": 32})
     done = generate(offline, prompts, params, depth=2)
     assert all(len(one.tokens) == NEW for one in done)
     learning = learning_of(offline)
@@ -68,8 +57,8 @@ def test_a_preempted_sequence_is_drafted_again() -> None:
     prompts = prompts_of([30, 33, 9, 28], model.config.vocab_size)
     params = SamplingParams(max_tokens=60)
     plain = generate(gpu_engine(model, keep_logits=False, **SIZES), prompts, params)
-    block = drafting(model, model).engine.state.block_bytes()
-    offline = drafting(model, model, cache_bytes=18 * block)
+    block = drafting(model, "draft", draft=model).engine.state.block_bytes()
+    offline = drafting(model, "draft", draft=model, cache_bytes=18 * block)
     assert [one.tokens for one in generate(offline, prompts, params, depth=2)] == [
         one.tokens for one in plain
     ]
@@ -85,6 +74,6 @@ def test_missed_tokens_are_read_behind_steps_in_graphs(name: str, rules: str) ->
     model = MODELS[name]()
     prompts = prompts_of([30, 33, 40], model.config.vocab_size)
     params = SamplingParams(max_tokens=40, **RULES[rules])
-    done, drafted, accepted = second_round(drafting(model, model), prompts, params, False)
+    done, drafted, accepted = second_round(drafting(model, "draft", draft=model), prompts, params, False)
     assert all(len(one.tokens) == 40 for one in done)
     assert accepted >= 0.95 * drafted > 30

@@ -7,10 +7,10 @@ import pytest
 
 from tests.backend.engine.glide_layers import PaperGlide, known_model, random_glide
 from tests.backend.engine.glide_proposals import check_proposals, recorded
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import drafting_engine, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_adapters import ADAPTERS, engine_over, written
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
-from tests.backend.engine.test_lookup import counted, learning_of
+from tests.backend.engine.test_lookup import check_sampling_rules, counted, learning_of
 from tests.backend.engine.test_resumption import check_equal, finish, moved, submitted
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, greedy
@@ -40,10 +40,7 @@ def answers(texts: list[Text]) -> list[list[int]]:
 
 def drafting(model, trained, **settings) -> OfflineEngine:
     """An engine whose rows get every draft, whatever the steps of this machine cost."""
-    settings = {**LONGER, "speculation": "glide", **settings}
-    offline = offline_engine(model, keep_logits=False, trained=trained, **settings)
-    learning_of(offline).policy.costs = None
-    return offline
+    return drafting_engine(model, trained=trained, **{**LONGER, "speculation": "glide", **settings})
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -89,13 +86,8 @@ def test_a_prompt_of_several_steps_and_a_full_step_are_drafted_for() -> None:
 @MODELS
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> None:
     model, _, trained = known(make)
-    prompts = prompts_of([5, 11, 1, 8, 17, 6, 4], VOCAB)[: len(SAMPLED)]
-    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, SAMPLED)
     offline = drafting(model, trained)
-    done = generate(offline, prompts, SAMPLED, depth)
-    for one, other in zip(done, plain, strict=True):
-        assert one.tokens == other.tokens and one.finish == other.finish
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    check_sampling_rules(model, offline, prompts_of([5, 11, 1, 8, 17, 6, 4], VOCAB), depth)
     assert learning_of(offline).drafted["glide"] > 20
 
 

@@ -7,27 +7,15 @@ import pytest
 from tests.backend.engine.draft_heads import greedy_texts
 from tests.backend.engine.glide_layers import PaperGlide, random_glide, trained_glide
 from tests.backend.engine.glide_proposals import check_proposals, recorded
+from tests.backend.engine.gpu_drafting import LENGTHS, NEW, check_answers, drafting
 from tests.backend.engine.offline_models import prompts_of
-from tests.backend.engine.test_draft_steps import SAMPLED, generate
-from tests.backend.engine.test_engine_gpu import MODELS, gpu_engine
+from tests.backend.engine.test_draft_steps import generate
+from tests.backend.engine.test_engine_gpu import MODELS
 from tests.backend.engine.test_lookup import learning_of
 from tridecode.backend.engine.device.drafters.glide import GlideDrafter
 from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
-
-LENGTHS = [1, 7, 30, 33, 9]
-NEW = 40
-SIZES = dict(max_sequences=64, max_step_tokens=128, max_sequence_tokens=128, data_type="fp32")
-
-
-def drafting(model, trained, **settings):
-    settings = {**SIZES, **settings}
-    offline = gpu_engine(model, keep_logits=False, speculation="glide", trained=trained, **settings)
-    learning = learning_of(offline)
-    assert learning.policy.costs is not None and learning.policy.costs.several
-    learning.policy.costs = None  # every draft, whatever the steps of this machine cost
-    return offline
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "llama, head 128"])
@@ -36,28 +24,14 @@ def test_answers_keep_their_tokens(name: str, graphs: bool) -> None:
     model = MODELS[name]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     trained = trained_glide(model, greedy_texts(model, prompts, NEW))
-    model = MODELS[name]()
-    for params in (SamplingParams(max_tokens=NEW), SAMPLED):
-        plain = generate(gpu_engine(model, keep_logits=False, **SIZES), prompts, params)
-        offline = drafting(model, trained, cuda_graphs=graphs)
-        learning = learning_of(offline)
-        for _ in range(2):  # the second time behind cached prefixes
-            done = generate(offline, prompts, params, depth=2)
-            assert [one.tokens for one in done] == [one.tokens for one in plain]
-            for one, other in zip(done, plain, strict=True):
-                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
-        assert learning.drafted["glide"] > 60
-        if isinstance(params, SamplingParams):
-            assert learning.accepted["glide"] > 0.3 * learning.drafted["glide"]
-        drafter = offline.engine.drafter
-        assert isinstance(drafter, GlideDrafter) and (drafter.replayed > 20) == graphs
+    check_answers(name, "glide", trained, graphs, GlideDrafter)
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_drafts_are_those_of_the_paper(name: str) -> None:
     model = MODELS[name]()
     trained, prompts = random_glide(model), prompts_of(LENGTHS, model.config.vocab_size)
-    offline = drafting(model, trained, cuda_graphs=False)
+    offline = drafting(model, "glide", trained=trained, cuda_graphs=False)
     proposals = recorded(offline)
     generate(offline, prompts, SamplingParams(max_tokens=20), depth=2)
     assert check_proposals(proposals, PaperGlide(MODELS[name]().cpu(), trained)) > 50
@@ -70,7 +44,7 @@ def test_graphs_draft_what_single_launches_draft(graphs: bool) -> None:
     trained, prompts = random_glide(model), prompts_of([*LENGTHS, 5, 6], model.config.vocab_size)
     found = []
     for captured in (False, graphs):
-        offline = drafting(model, trained, cuda_graphs=captured)
+        offline = drafting(model, "glide", trained=trained, cuda_graphs=captured)
         drafter, drafts = offline.engine.drafter, []
         propose = drafter.propose
 
@@ -90,7 +64,9 @@ def test_sixteen_bit_layers_read_caches_of_16_and_8_bits(kind: str) -> None:
     model = MODELS["llama, head 128"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     trained = trained_glide(model, greedy_texts(model, prompts, NEW))
-    offline = drafting(MODELS["llama, head 128"](), trained, data_type="bf16", kv_cache_dtype=kind)
+    offline = drafting(
+        MODELS["llama, head 128"](), "glide", trained=trained, data_type="bf16", kv_cache_dtype=kind
+    )
     done = generate(offline, prompts, SamplingParams(max_tokens=NEW), depth=2)
     assert all(len(one.tokens) == NEW for one in done)
     learning = learning_of(offline)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.backend.engine.glide_layers import random_glide
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import learning_of
 from tests.backend.engine.thread_ranks import on_ranks
+from tests.backend.engine.trained_repositories import QUIET, SETTINGS, loaded, trained_repository
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.engine_config import EngineConfig
@@ -32,37 +32,19 @@ from tridecode.converters.convert import plan_conversion
 from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.checks.repository import check_repo
 from tridecode.tools.evaluate.in_process import repository_engine
-from tridecode.tools.train_draft.run import Job, train_draft
 from tridecode.tools.train_draft.training import Plan
-
-QUIET = Console(quiet=True)
-SETTINGS = {**SIZES, "max_sequence_tokens": 64, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory) -> Path:
     """A repository with a GLIDE layer, trained a little on the model's own texts."""
-    folder = tmp_path_factory.mktemp("glide")
-    model = save(FAMILIES["llama"](), folder / "hf")
-    plan = Plan(3, epochs=4, batch=256, rate=3e-3)
-    job = Job(str(model), folder / "draft", "glide", plan, 1, 1500, 32, 2, 0.0, device="cpu")
-    train_draft(job, QUIET)
-    return build_repo(
-        model, folder / "repo", draft=folder / "draft", dtype="fp32", parity=False, console=QUIET
+    return trained_repository(
+        tmp_path_factory.mktemp("glide"), "glide", Plan(3, epochs=4, batch=256, rate=3e-3)
     )
 
 
 def draft_of(repository: Path) -> Path:
     return repository / "fastertransformer" / "draft"
-
-
-def loaded(repository: Path, **settings) -> OfflineEngine:
-    weights, config = repository_engine(repository)
-    path = str(draft_of(repository))
-    offline = OfflineEngine.load(weights, replace(config, draft_path=path, **{**SETTINGS, **settings}))
-    if offline.engine.drafter is not None:
-        learning_of(offline).policy.costs = None
-    return offline
 
 
 def test_a_repository_with_a_layer_answers_as_without(repository: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from tests.backend.engine.draft_heads import hidden_states, known_model
 from tests.backend.engine.offline_models import drafting_engine, offline_engine, prompts_of
-from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
-from tests.backend.engine.test_lookup import counted, learning_of
+from tests.backend.engine.test_draft_steps import SIZES, generate
+from tests.backend.engine.test_lookup import check_sampling_rules, counted, learning_of
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
@@ -68,13 +68,8 @@ def test_the_engine_takes_as_many_steps_as_the_figures_say(make) -> None:
 @pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> None:
     model, _, _, trained = known(make)
-    prompts = prompts_of([5, 11, 1, 8, 17, 6, 4], VOCAB)[: len(SAMPLED)]
-    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, SAMPLED)
     offline = drafting(model, trained)
-    done = generate(offline, prompts, SAMPLED, depth)
-    for one, other in zip(done, plain, strict=True):
-        assert one.tokens == other.tokens and one.finish == other.finish
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    check_sampling_rules(model, offline, prompts_of([5, 11, 1, 8, 17, 6, 4], VOCAB), depth)
     assert learning_of(offline).drafted["heads"] > 20
 
 

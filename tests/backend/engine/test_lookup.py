@@ -29,6 +29,16 @@ def drafting(model, **settings) -> OfflineEngine:
     return drafting_engine(model, "lookup", **{**LONGER, **settings})
 
 
+def check_sampling_rules(model, offline: OfflineEngine, prompts: list[list[int]], depth: int) -> None:
+    """Compare answers under every rule of sampling with those of an engine without drafts."""
+    prompts = prompts[: len(SAMPLED)]
+    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, SAMPLED)
+    done = generate(offline, prompts, SAMPLED, depth)
+    for one, other in zip(done, plain, strict=True):
+        assert one.tokens == other.tokens and one.finish == other.finish
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
 def learning_of(offline: OfflineEngine):
     learning = offline.scheduler.planner.drafts.learning
     assert learning is not None
@@ -201,12 +211,7 @@ def test_a_batch_invariant_engine_keeps_its_bits() -> None:
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_every_sampling_rule_is_that_of_one_token_a_step(make, depth: int) -> None:
     model = make()
-    prompts = prompts_of(LENGTHS, model.config.vocab_size)
-    plain = generate(offline_engine(model, keep_logits=False, **LONGER), prompts, SAMPLED)
-    done = generate(drafting(model), prompts, SAMPLED, depth)
-    for one, other in zip(done, plain, strict=True):
-        assert one.tokens == other.tokens
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    check_sampling_rules(model, drafting(model), prompts_of(LENGTHS, model.config.vocab_size), depth)
 
 
 @pytest.fixture(scope="module")

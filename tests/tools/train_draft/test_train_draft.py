@@ -68,13 +68,17 @@ def learnt_deep(tmp_path_factory) -> Path:
     return learnt_model(tmp_path_factory.mktemp("learnt") / "hf", 2)
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory) -> Path:
+def write_prompts(path: Path) -> Path:
     """Write prompts of the language as token ids."""
-    after, path = successors(), tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    after = successors()
     rows = [[int(token), int(after[token])] for token in range(FIRST, VOCAB)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "ids.jsonl")
 
 
 def run(*arguments: object):

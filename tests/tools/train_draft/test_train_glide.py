@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM
 from tests.backend.engine.glide_layers import PaperGlide
 from tests.checkpoints import FAMILIES, save
 from tests.tools.train_draft.test_train_draft import (
-    FIRST,
-    VOCAB,
     greedy,
     learnt_model,
     run,
-    successors,
     train,
+    write_prompts,
 )
 from tridecode.backend.weights.draft_files import (
     TENSORS_FILE,
@@ -42,10 +40,7 @@ def learnt(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
-    after, path = successors(), tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    rows = [[int(token), int(after[token])] for token in range(FIRST, VOCAB)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "ids.jsonl")
 
 
 def test_the_layer_learns_what_the_target_writes(learnt: Path, prompts: Path, tmp_path: Path) -> None:
