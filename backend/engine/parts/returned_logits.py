@@ -102,9 +102,13 @@ class ReturnedLogits(StepPart):
             else:
                 sequence.extra_outputs.log_prob += float(logits)
         if found.samples is not None:
+            kept = step.kept
+            for sequence in {step.sampled[index] for index in self.samples}:
+                if sequence.extra_outputs is not None:
+                    sequence.extra_outputs.generation = []
             for index, logits in zip(self.samples, found.samples):
                 sequence = step.sampled[index]
-                if sequence.extra_outputs is not None and sequence.stage is not Stage.ENDED:
+                if kept[index] and sequence.extra_outputs is not None and sequence.stage is not Stage.ENDED:
                     sequence.extra_outputs.generation.append(_bytes(logits))
         step.news += [plan.sequences[wanted.row] for wanted in self.rows if not plan.samples[wanted.row]]
 

@@ -36,5 +36,8 @@ class TopTokens(StepPart):
         return cls(read_ints(read(_decoder, data, where), plan.num_rows, where))
 
     def commit(self, step: Commit, found: list[TopLogProbs | None]) -> None:
-        for sequence, top in zip(step.sampled, found):
-            sequence.top = top
+        for sequence in step.sampled:
+            sequence.tops = []
+        for sequence, top, is_kept in zip(step.sampled, found, step.kept):
+            if top is not None and is_kept:
+                sequence.tops.append(top)

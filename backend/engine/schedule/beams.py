@@ -172,7 +172,7 @@ class BeamSearch:
         embedding = self.embedding + self.first.take_embedding()
         extra_outputs, self.embedding = self.first.extra_outputs, b""
         has_token = any(beam.output for beam in (*self.beams, *self.pool))
-        extra = extra_outputs.take(self.params, has_token, bool(finish)) if extra_outputs else None
+        extra = extra_outputs.take(self.params, int(has_token), bool(finish)) if extra_outputs else None
         return Event(
             self.group.request,
             self.first.index,

@@ -54,16 +54,14 @@ class DraftRows:
 
 def may_verify(sequence: Sequence) -> bool:
     """Return whether rows of a sequence may have drafts. Beams choose their tokens on the host, a session's
-    ring overwrites what earlier tokens of a row still see, logits are returned for one token a step, and
-    blocks of a request with a prompt table are cleared when it ends."""
-    group, params = sequence.group, sequence.params
+    ring overwrites what earlier tokens of a row still see, and blocks of a request with a prompt table are
+    cleared when it ends."""
+    group = sequence.group
     return (
-        params.speculate
+        sequence.params.speculate
         and group.search is None
         and (group.row is None or not group.row.ring)
         and group.learned is None
-        and not params.returns_logits
-        and params.top_log_probs < 0
     )
 
 

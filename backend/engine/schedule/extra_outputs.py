@@ -40,16 +40,16 @@ class ExtraOutputs:
         return ExtraOutputs(prompt_tokens, self.arrived_ns, self.scheduled_ns)
 
     def take(
-        self, params: SamplingParams, has_token: bool, finished: bool, drafts: tuple[int, int] = (0, 0)
+        self, params: SamplingParams, num_tokens: int, finished: bool, drafts: tuple[int, int] = (0, 0)
     ) -> EventExtra | None:
-        """Return what the next event carries, or None. drafts: how many were verified for the sequence, and
-        how many were right."""
-        perf = (
-            self._perf(has_token, drafts) if params.return_perf_metrics and (has_token or finished) else None
-        )
+        """Return what the next event carries, or None. num_tokens: of the event. drafts: how many were
+        verified for the sequence, and how many were right."""
+        perf = None
+        if params.return_perf_metrics and (num_tokens or finished):
+            perf = self._perf(num_tokens > 0, drafts)
         log_prob, self.log_prob = self.log_prob, 0.0
         context, self.context = self.context, []
-        generation, self.generation = self.generation, []
+        generation, self.generation = self.generation[:num_tokens], self.generation[num_tokens:]
         if not (context or generation or log_prob or perf):
             return None
         return EventExtra(b"".join(context), b"".join(generation), log_prob, perf)

@@ -54,7 +54,7 @@ class OutputProcessor:
         step: Commit | None = None
         taken = plan.missed  # a late row is a decode row, and these have one sample each
         if plan.parts:
-            step = Commit(plan, sampled, self._handlers)
+            step = Commit(plan, sampled, self._handlers, accepted=result.accepted)
             for part, found in zip(plan.parts, result.parts):
                 if found is not None:
                     part.commit(step, found)

@@ -192,9 +192,6 @@ class Planner:
         limits, rows = self.limits, len(decodes) + len(beams)
         if beams or limits.long_prompt_tokens or (chunks and drafts.learning is not None):
             return 0
-        others = [chunk.sequence for chunk in chunks] + decodes
-        if any(one.params.top_log_probs >= 0 or one.params.returns_logits for one in others):
-            return 0
         tokens = rows + sum(chunk.num_tokens for chunk in chunks)
         return min(limits.max_sequences - rows - len(chunks), limits.max_step_tokens - tokens)
 

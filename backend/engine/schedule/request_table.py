@@ -110,9 +110,9 @@ class RequestTable:
             embedding = sequence.take_embedding()
         if sequence.extra_outputs is not None:
             extra = sequence.extra_outputs.take(
-                sequence.params, bool(tokens), bool(finish), sequence.draft_counts
+                sequence.params, len(tokens), bool(finish), sequence.draft_counts
             )
-        tops = sequence.take_top() if sequence.top is not None and tokens else []
+        tops = sequence.take_tops(len(tokens)) if sequence.tops else []
         event = Event(
             group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra,
             queued_s=group.take_queued(), cached_tokens=group.take_cached(),

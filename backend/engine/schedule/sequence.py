@@ -148,7 +148,7 @@ class Sequence:
     in_flight: int = 0
     unsettled: int = 0
     embedding: PromptEmbedding | None = None
-    top: TopLogProbs | None = None  # of the token that is committed now
+    tops: list[TopLogProbs] = field(default_factory=list)  # of the tokens that are committed now
     extra_outputs: ExtraOutputs | None = None  # set if it wants logits or metrics
     constraint: Constraint | None = None  # of a sequence that obeys a grammar
     mask: bytes = b""  # of its context (block_keys.py), since its admission
@@ -254,10 +254,10 @@ class Sequence:
         value, self.embedding = self.embedding.value(), None
         return b"" if value is None else value.astype(np.float32).tobytes()
 
-    def take_top(self) -> list[TopLogProbs]:
-        """Return the most likely tokens of the committed step, for the event of its token."""
-        top, self.top = self.top, None
-        return [] if top is None else [top]
+    def take_tops(self, count: int) -> list[TopLogProbs]:
+        """Return the most likely tokens of the committed step, for an event with its next `count` tokens."""
+        taken, self.tops = self.tops[:count], self.tops[count:]
+        return taken
 
     @property
     def may_continue(self) -> bool:

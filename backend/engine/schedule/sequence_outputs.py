@@ -78,15 +78,15 @@ def note_step(plan: StepPlan, chunks: Items[tuple[Sequence, int, int]]) -> None:
             continue
         sequence.extra_outputs.blocks = max(sequence.extra_outputs.blocks, len(sequence.blocks))
         params = sequence.params
-        if params.return_generation_logits and params.max_tokens and plan.samples[row]:
-            wanted.samples.append(int(ends[row]) - 1)
+        if params.return_generation_logits and params.max_tokens:
+            wanted.samples += range(int(ends[row] - plan.samples[row]), int(ends[row]))
     for row, (sequence, first, count) in enumerate(chunks, start=plan.num_rows - len(chunks)):
         if sequence.extra_outputs is not None:
             extra = sequence.extra_outputs
             extra.scheduled_ns = extra.scheduled_ns or time.time_ns()
             wanted.rows += _prompt_rows(sequence, extra, row, first, count)
     if wanted.rows or wanted.samples:
-        plan.parts.append(wanted)
+        plan.parts.insert(0, wanted)  # DraftMasks edits the logits
 
 
 def _prompt_rows(

@@ -186,7 +186,7 @@ class Commit:
     sampled: the sequence of each sample. handlers: by the class of the part. taken: indices of the samples
     that a part has dealt with, for which the scheduler does nothing more. news: sequences that may have
     results which no token's event carries. ended: sequences that this step completes without a token, each
-    with its error or None.
+    with its error or None. accepted: StepResult.accepted.
     """
 
     plan: StepPlan
@@ -195,3 +195,16 @@ class Commit:
     taken: list[int] = field(default_factory=list)
     news: list = field(default_factory=list)
     ended: list[tuple[Any, TridecodeError | None]] = field(default_factory=list)
+    accepted: np.ndarray | None = None
+
+    @property
+    def kept(self) -> list[bool]:
+        """Return whether each sample is one that its row keeps."""
+        plan = self.plan
+        if self.accepted is None:
+            return [True] * len(self.sampled)
+        most = plan.samples.copy()
+        most[: plan.num_decodes] = self.accepted
+        first = np.cumsum(plan.samples) - plan.samples
+        place = np.arange(plan.num_samples) - np.repeat(first, plan.samples)  # within its row
+        return (place < np.repeat(most, plan.samples)).tolist()

@@ -17,6 +17,7 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.parts.draft_masks import DraftMasks
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.ranks import vocab_logits
 from tridecode.backend.engine.step.plan import StepPlan
@@ -38,10 +39,9 @@ class TopTokensRun(PartRun[TopTokens]):
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: TopTokens):
         super().__init__(state, plan, part)
-        is_sampled = plan.samples > 0
-        counts = part.counts[is_sampled]
+        counts = np.repeat(part.counts, plan.samples)
         self._rows = np.flatnonzero(counts >= 0)  # indices of samples
-        self._slots = plan.slots[is_sampled][self._rows]
+        self._slots = np.repeat(plan.slots, plan.samples)[self._rows]
         self._counts, self._num_samples = counts[self._rows], len(counts)
         self._most = min(int(self._counts.max(initial=0)), state.model_config.vocab_size)
         self._in_step = False
@@ -49,8 +49,9 @@ class TopTokensRun(PartRun[TopTokens]):
     def before(self) -> None:
         """Decide where the tokens are computed. Runs after copies of slots."""
         state = self.state
-        if state.top is not None:
-            self._in_step = not self._any_has("no_repeat_ngram_size")
+        if state.top is not None:  # DraftMasks edits logits that are not saved
+            has_masks = self.plan.part(DraftMasks) is not None
+            self._in_step = not (has_masks or self._any_has("no_repeat_ngram_size"))
 
     def _any_has(self, name: str) -> bool:
         """Return whether the column is above 0 in a slot that requests the tokens; slots that start with this
