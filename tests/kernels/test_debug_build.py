@@ -86,12 +86,12 @@ ops = Cuda(torch.device("cuda", 0))
 ops.gpu.choose_gemm = lambda gemm: even_split(gemm, 128)
 x, weight = (torch.ones(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (100, 512))
 out = torch.empty(100, 512, dtype=torch.bfloat16, device="cuda")
-ops.linear(x, Linear(weight), out)
+ops.linear(x, Linear(weight), out=out)
 torch.cuda.synchronize()
 assert (out == 4096).all()
 print("one product is right", flush=True)
 ops.gpu.counters.fill_(-1)  # four clusters add up to 3: none of them sees 4
-ops.linear(x, Linear(weight), out)
+ops.linear(x, Linear(weight), out=out)
 torch.cuda.synchronize()
 """
 
