@@ -38,7 +38,7 @@ LIMITS = m.Limits(
 )
 
 REASON = "rank 0 was killed by signal 9"
-TOY_PERF = (10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5, 1)  # the fields of messages.Perf
+TOY_PERF = (10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5, 1, 0, 0, 2)  # the fields of messages.Perf
 
 #: maps (prompt and generated ids, number of generated ids, params, vocab_size) to the next id; -1: a failure
 NextToken = Callable[[list, int, m.SamplingParams, int], int]

@@ -7,12 +7,13 @@ sent keep all tokens. Source: SamplingParams of TensorRT-LLM's LLM API.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tridecode.backend.base.errors import RequestError
-from tridecode.backend.doors.answers.logit_tensors import metrics
+from tridecode.backend.doors.answers.logit_tensors import metrics, newest_perfs
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.llmapi import LLMAPI
 from tridecode.backend.doors.door import Received
@@ -27,7 +28,7 @@ from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.service import sampling_rules
 from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
-from tridecode.backend.wire.messages import Limits, SamplingParams
+from tridecode.backend.wire.messages import EventExtra, Limits, SamplingParams
 from tridecode.backend.wire.sampling_params import MAX_BEAMS
 
 _STOP = "sampling_param_stop"
@@ -126,7 +127,7 @@ class LlmApiAnswer(TensorAnswer):
         arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
         arrays.update((name, column) for name, column in columns.items() if name in self._wanted)
         if all(piece.finish_reason and piece.extras for piece in rows):
-            arrays.update(_named(metrics([piece.extras for piece in rows])))
+            arrays.update(_metrics([piece.extras for piece in rows]))
         return self._outputs.tensors(arrays)
 
     def _chosen(self, pieces: dict[int, Piece]) -> list[Piece]:
@@ -141,11 +142,13 @@ class LlmApiAnswer(TensorAnswer):
         return list(likely.values())
 
 
-def _named(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return performance metrics by the LLM API's names."""
+def _metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, list[Any]]:
+    """Return performance metrics by the LLM API's names. Hits and misses are blocks of the prompt."""
+    found = metrics(pieces)
     if not found:
         return {}
-    reused, missed = found.pop("kv_cache_reused_blocks"), found["kv_cache_alloc_new_blocks"]
+    reused = found.pop("kv_cache_reused_blocks")
+    missed = [perf.missed_blocks for perf in newest_perfs(pieces)]
     rates = [hits / max(1, hits + misses) for hits, misses in zip(reused, missed)]
     return {
         **found,

@@ -16,7 +16,7 @@ from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.backend.wire.structured_output import StructuredOutput
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_LORA_NAME = 128  # characters
 
 
@@ -75,7 +75,10 @@ class BeamStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Perf(msgspec.Struct, frozen=True, array_like=True):
-    """Times and cache blocks of one sequence. Times are ns since the Unix epoch; 0: it never came."""
+    """Times and cache blocks of one sequence. Times are ns since the Unix epoch; 0: it never came.
+
+    new_blocks: also those of its answer. missed_blocks: those of its prompt that were not in the cache.
+    """
 
     arrival_ns: int
     first_scheduled_ns: int
@@ -85,6 +88,7 @@ class Perf(msgspec.Struct, frozen=True, array_like=True):
     reused_blocks: int
     draft_tokens: int = 0  # verified drafts
     accepted_draft_tokens: int = 0
+    missed_blocks: int = 0
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.service.limits import check_logits
-from tridecode.backend.wire.messages import EventExtra, Limits
+from tridecode.backend.wire.messages import EventExtra, Limits, Perf
 
 _ITEM = 4  # bytes of a float32
 
@@ -111,10 +111,9 @@ def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, lis
 
     kv_cache_alloc_total_blocks: new and reused blocks. acceptance_rate: of the drafts; 0 without any.
     """
-    newest = [[extra.perf for _, extra in piece if extra.perf is not None][-1:] for piece in pieces]
-    if not all(newest):
+    perfs = newest_perfs(pieces)
+    if not perfs:
         return {}
-    perfs = [perf for row in newest for perf in row]
     return {
         "kv_cache_alloc_new_blocks": [perf.new_blocks for perf in perfs],
         "kv_cache_reused_blocks": [perf.reused_blocks for perf in perfs],
@@ -127,3 +126,9 @@ def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, lis
         "total_accepted_draft_tokens": [perf.accepted_draft_tokens for perf in perfs],
         "total_draft_tokens": [perf.draft_tokens for perf in perfs],
     }
+
+
+def newest_perfs(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> list[Perf]:
+    """Return the newest performance metrics of each row; [] if a row has none."""
+    newest = [[extra.perf for _, extra in piece if extra.perf is not None][-1:] for piece in pieces]
+    return [perf for row in newest for perf in row] if all(newest) else []

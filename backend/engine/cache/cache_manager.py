@@ -103,7 +103,8 @@ class CacheManager:
         elif written:
             self.index.forget(written)
         self._take_slot(sequence, length, blocks + own, shift)
-        sequence.group.admitted(length, len(blocks) + copied)
+        held = len(blocks) + copied
+        sequence.group.admitted(length, held, needed - held)
         if prefix is None:
             self._count(sequence, length)
         self.prefixes.expect(sequence, length // size)
@@ -161,7 +162,7 @@ class CacheManager:
             return Admission.NO_BLOCKS
         self.reserved += width - len(beams)
         self._take_slot(first, len(found) * size, found + self.index.allocate(needed - len(found)), shift)
-        first.group.admitted(len(found) * size, len(found))
+        first.group.admitted(len(found) * size, len(found), needed - len(found))
         self._count(first, len(found) * size)
         self.prefixes.expect(first, len(found))
         for beam in others:

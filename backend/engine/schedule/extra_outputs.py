@@ -26,6 +26,7 @@ class ExtraOutputs:
     last_ns: int = 0
     blocks: int = 0  # most cache blocks held at a time
     reused: int = 0  # of them, found in the cache
+    missed: int = 0  # of those of the prompt, not found
     context: list[bytes] = field(default_factory=list)
     generation: list[bytes] = field(default_factory=list)
     log_prob: float = 0.0
@@ -61,4 +62,4 @@ class ExtraOutputs:
             self.first_ns = self.first_ns or self.last_ns
         new = self.blocks - self.reused
         times = self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns
-        return Perf(*times, new, self.reused, *drafts)
+        return Perf(*times, new, self.reused, *drafts, self.missed)

@@ -126,6 +126,7 @@ def _restore_perf(extra: ExtraOutputs, sent: Sent) -> None:
     extra.arrived_ns, extra.scheduled_ns = sent.perf.arrival_ns, sent.perf.first_scheduled_ns
     extra.first_ns, extra.last_ns = sent.perf.first_token_ns, sent.perf.last_token_ns
     extra.blocks, extra.reused = sent.perf.new_blocks + sent.perf.reused_blocks, sent.perf.reused_blocks
+    extra.missed = sent.perf.missed_blocks
 
 
 def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:

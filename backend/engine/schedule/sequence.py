@@ -100,16 +100,19 @@ class SequenceGroup:
     late_masks: bool = False  # its rows may be launched before their masks are known
     cached_tokens: int = 0  # of the prompt, found at its first admission; 0 after an event has reported it
 
-    def admitted(self, cached_tokens: int, cached_blocks: int) -> None:
-        """Note that a slot and blocks are assigned, of them these found in the cache; only the first time
-        counts.
+    def admitted(self, cached_tokens: int, cached_blocks: int, missed_blocks: int) -> None:
+        """Note that a slot and blocks are assigned, and how many of them were found in the cache and missed
+        there. Only the first time counts; a request that an earlier engine had begun computed its prompt
+        there.
         """
         if self.arrived:
             self.queued_s, self.arrived = time.monotonic() - self.arrived, 0.0
+            first = self.sequences[0]
+            if first.output:
+                return
             self.cached_tokens = min(cached_tokens, len(self.prompt))
-            extra = self.sequences[0].extra_outputs
-            if extra is not None:
-                extra.reused = cached_blocks
+            if first.extra_outputs is not None:
+                first.extra_outputs.reused, first.extra_outputs.missed = cached_blocks, missed_blocks
 
     def take_queued(self) -> float:
         """Return the seconds in the queue, for the first event after the admission; 0.0 for later ones."""

@@ -115,8 +115,9 @@ def test_performance_metrics_come_with_the_whole_answer(door):
     assert set(outputs) == set(OUTPUTS) - {"finish_reason", "stop_reason", "cumulative_logprob"}
     assert all(array.shape == (1,) for array in outputs.values())
     blocks = {name: int(outputs[f"kv_cache_{name}"][0]) for name in ("reused_block", "missed_block")}
-    assert outputs["kv_cache_alloc_total_blocks"][0] == sum(blocks.values())
-    assert outputs["kv_cache_hit_rate"][0] == np.float32(1 / 6) and blocks["reused_block"] == 1
+    assert blocks == {"reused_block": 1, "missed_block": 2}, "those of the prompt"
+    assert outputs["kv_cache_alloc_new_blocks"][0] == 5 and outputs["kv_cache_alloc_total_blocks"][0] == 6
+    assert outputs["kv_cache_hit_rate"][0] == np.float32(1 / 3)
     assert last_params(door).return_perf_metrics
 
 

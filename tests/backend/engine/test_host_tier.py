@@ -21,7 +21,7 @@ from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
 from tridecode.backend.engine.host_tier.cost import CopyCost
 from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
-from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, SessionRound, Submit
+from tridecode.backend.wire.messages import Perf, SamplingParams, Sent, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
 SMALL = limits(num_blocks=10, max_step_tokens=16)
@@ -196,6 +196,27 @@ def test_an_engine_that_was_killed_leaves_its_blocks_to_the_next_one() -> None:
     after = HostRun(SMALL, run.memory)
     ask(after, 2, LONG)
     assert computed(after) == 4 and after.tier.tokens == 20
+
+
+def test_a_resumed_request_reports_no_cached_tokens_of_its_own() -> None:
+    """The engine that was killed has computed the whole prompt for this request and told so."""
+    run, seen = HostRun(SMALL, HostMemory(100)), []
+    ask(run, 1, LONG)
+    after = HostRun(SMALL, run.memory)
+    take = after.take
+    after.take = lambda events: (seen.extend(event for _, event in events), take(events))[1]
+    params = SamplingParams(max_tokens=5, return_perf_metrics=True)
+    ids, sent = SequenceRequest(np.array(LONG, np.int32).tobytes(), params), expected(LONG, 2)
+    perf = Perf(1, 2, 3, 4, new_blocks=6, reused_blocks=0, missed_blocks=6)
+    after.scheduler.submit(
+        DOOR, Submit(2, [ids], sent=[Sent(np.array(sent, "<i4").tobytes(), perf=perf)])
+    )
+    after.tokens[2, 0] = list(sent)
+    after.finish()
+    assert after.tokens[2, 0] == expected(LONG, 5) and after.tier.tokens == 24
+    assert [event.cached_tokens for event in seen] == [0, 0, 0]
+    last = seen[-1].extra.perf
+    assert (last.reused_blocks, last.missed_blocks) == (0, 6)
 
 
 def test_another_secret_finds_nothing() -> None:

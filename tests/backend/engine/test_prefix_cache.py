@@ -287,6 +287,18 @@ def test_the_first_event_tells_the_cached_tokens() -> None:
     assert [event.cached_tokens for event in seen] == [0, 0, 0, 20, 0, 0]
 
 
+def test_performance_metrics_tell_hits_and_misses_of_the_prompt() -> None:
+    """21 tokens are 6 blocks, 5 of them cached the second time. The blocks of the answer are neither."""
+    run, perfs = Run(limits(**WIDE)), []
+    take = run.take
+    run.take = lambda events: (perfs.extend(event.extra.perf for _, event in events), take(events))[1]
+    for number, hits in enumerate((0, 5)):
+        run.submit(number, [3] * 21, max_tokens=12, return_perf_metrics=True)
+        run.finish()
+        assert (perfs[-1].reused_blocks, perfs[-1].missed_blocks) == (hits, 6 - hits)
+        assert perfs[-1].new_blocks == 8 - hits, "32 tokens are cached"
+
+
 # ---------------------------------------------------------------- identities
 
 
