@@ -252,6 +252,16 @@ class EngineConfig:
         return self.speculation.removeprefix("lookup+")
 
     @property
+    def has_host_tier(self) -> bool:
+        """Return whether blocks of the prefix cache are also kept in host memory."""
+        return self.host_cache_bytes > 0 and self.shares_prefixes
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return whether some requests may find the blocks of others."""
+        return self.prefix_cache and self.cache_scope != "none"
+
+    @property
     def slots(self) -> int:
         """Return max_sequences, once it is resolved."""
         assert self.max_sequences is not None

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ MAX_DEPTH = 64
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+_ENUM = re.compile(r"Invalid enum value ")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 _KINDS = {
@@ -154,6 +156,9 @@ def _invalid(text: str, found: dict[str, Any], kind: type[msgspec.Struct]) -> Ap
     if missing := _MISSING.match(text):
         name = f"{path}.{missing.group(1)}" if path else missing.group(1)
         return bad_request(f"{name} is missing", name, "missing_required_parameter")
+    if _ENUM.match(text):
+        words = f"{path} is {shown(_value_at(found, path))}; wanted one of {', '.join(_choices(kind, path))}"
+        return bad_request(words, path, "invalid_value")
     wanted = text.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
     for short, words in _KINDS.items():
         wanted = re.sub(rf"\b{short}\b", words, wanted)
@@ -181,8 +186,21 @@ def _value_at(found: Any, path: str) -> Any:
     return found
 
 
+def _choices(kind: Any, path: str) -> list[str]:
+    """Return the values that a field with a fixed set of values accepts."""
+    above, _, name = path.rpartition(".")
+    types = [field.type for field in _fields_of(kind, above) if field.encode_name == name]
+    kinds = [one for whole in types for one in getattr(whole, "types", [whole])]
+    return [str(value) for one in kinds for value in getattr(one, "values", ())]
+
+
 def _fields_at(kind: Any, path: str) -> list[str]:
     """The known names of the struct at a path; [] where there is none."""
+    return [field.encode_name for field in _fields_of(kind, path)]
+
+
+def _fields_of(kind: Any, path: str) -> Sequence[msgspec.inspect.Field]:
+    """Return the fields of the struct at a path; [] where there is none."""
     info = msgspec.inspect.type_info(kind)
     for step in [step for step in _steps(path) if isinstance(step, str)]:
         info = next(field.type for field in info.fields if field.encode_name == step)  # type: ignore[attr-defined]
@@ -193,4 +211,4 @@ def _fields_at(kind: Any, path: str) -> list[str]:
             if not structs:
                 return []
             info = structs[0]
-    return [field.encode_name for field in info.fields]  # type: ignore[attr-defined]
+    return info.fields  # type: ignore[attr-defined]

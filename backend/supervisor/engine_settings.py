@@ -71,10 +71,9 @@ def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> En
 
 
 def host_cache_bytes(engine_dir: str) -> int:
-    """Return the parameter of that name. Raises ConfigError."""
-    return read_engine_config(
-        read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE)
-    ).host_cache_bytes
+    """Return the parameter of that name; 0 if the engine has no host tier. Raises ConfigError."""
+    config = read_engine_config(read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE))
+    return config.host_cache_bytes if config.has_host_tier else 0
 
 
 def front_options(engine_dir: str, config: EngineConfig) -> FrontOptions:

@@ -5,6 +5,7 @@ Names and shapes are checked before a tensor is read, and no code in a file is r
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -58,6 +59,15 @@ class Lora:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 digest of all targets, shapes and values."""
+        found = hashlib.sha256()
+        for target, pair in sorted(self.pairs.items()):
+            for tensor in pair:
+                found.update(f"{target} {tuple(tensor.shape)}\n".encode())
+                found.update(tensor.contiguous().numpy())
+        return found.digest()
 
 
 def pair_tensors(shapes: Mapping[str, tuple[int, ...]], where: Path) -> dict[str, LoraPair]:

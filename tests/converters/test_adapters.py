@@ -23,7 +23,7 @@ from tridecode.backend.weights.lora import (
     read_lora_config,
     read_targets,
 )
-from tridecode.backend.weights.lora_tensors import read_lora
+from tridecode.backend.weights.lora_tensors import Lora, read_lora
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
@@ -320,6 +320,19 @@ def test_damaged_targets_are_refused(tiny, tmp_path: Path) -> None:
     (tmp_path / TARGETS_FILE).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         read_targets(tmp_path)
+
+
+def test_the_digest_of_an_adapter_changes_with_every_target_shape_and_value() -> None:
+    def lora(target: str = "a", value: float = 1.0, rank: int = 2) -> Lora:
+        a, b = torch.arange(float(6 * rank)).view(rank, 6), torch.ones(4, rank)
+        b[3, 1] = value
+        return Lora({"first": (torch.ones(1, 2), torch.ones(2, 1)), target: (a, b)})
+
+    turned = {name: lora().pairs[name] for name in ("a", "first")}
+    assert lora().digest() == lora().digest() == Lora(turned).digest()
+    swapped = Lora({"a": lora().pairs["first"], "first": lora().pairs["a"]})
+    others = [lora("b"), lora(value=1.0000001), lora(rank=3), Lora({}), swapped]
+    assert len({one.digest() for one in [lora(), *others]}) == 6
 
 
 def test_names_cannot_lead_out_of_the_folder() -> None:

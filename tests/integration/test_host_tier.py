@@ -7,17 +7,22 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from tests.backend.doors.metrics_page import text_of, value
+from tests.checkpoints import tiny_llama
 from tests.integration.clients import infer, standard_inputs
-from tests.reliability.service import build_repository
+from tests.lora_adapters import make_adapter
+from tests.reliability.service import POSITIONS, build_repository
 from tests.waiting import wait_until
+from tridecode.tools.adapters.folder import add_adapter
 from tridecode.tools.serve.server_process import ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 MODEL = "fastertransformer"
+ADAPTER = "accent"
 PROMPTS = [[(7 * i + 31 * row) % 300 + 3 for i in range(330)] for row in range(3)]
 
 
@@ -27,6 +32,8 @@ def server(
 ) -> Iterator[ServerProcess]:
     folder: Path = tmp_path_factory.mktemp("tier")
     repository = build_repository(folder, request.param, host_cache_bytes=64 << 20)
+    make_adapter(tiny_llama(max_position_embeddings=POSITIONS), folder / "adapter", 1)
+    add_adapter(repository, ADAPTER, folder / "adapter")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIDECODE_RUNTIME_DIR", str(folder / "run"))
         server = ServerProcess(repository, folder / "serve.log", drain_s=5.0)
@@ -42,9 +49,10 @@ def metric(server: ServerProcess, name: str, **labels: str) -> float:
     return value(page, f"tridecode_engine_{name}", engine=MODEL, **labels)
 
 
-def ask(server: ServerProcess) -> list[list[int]]:
-    answer = infer("grpc", server.grpc_url, MODEL, standard_inputs(PROMPTS, [4] * len(PROMPTS)))
-    return answer.as_numpy("output_ids")[:, 0].tolist()
+def ask(server: ServerProcess, adapter: str) -> list[list[int]]:
+    inputs = standard_inputs(PROMPTS, [4] * len(PROMPTS))
+    inputs["lora_name"] = np.full((len(PROMPTS), 1), adapter.encode(), object)
+    return infer("grpc", server.grpc_url, MODEL, inputs).as_numpy("output_ids")[:, 0].tolist()
 
 
 def ranks(server: ServerProcess) -> list[psutil.Process]:
@@ -59,16 +67,27 @@ def ranks(server: ServerProcess) -> list[psutil.Process]:
     return found
 
 
-def test_a_rebuilt_engine_finds_at_least_95_percent_of_the_blocks(server: ServerProcess) -> None:
-    wanted = ask(server)
+@pytest.mark.parametrize("adapter", ["", ADAPTER])
+def test_a_rebuilt_engine_finds_at_least_95_percent_of_the_blocks(
+    server: ServerProcess, adapter: str
+) -> None:
     full = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
-    wait_until(lambda: metric(server, "host_blocks", state="cached") >= full, 30, "the blocks in the tier")
-    os.kill(ranks(server)[-1].pid, signal.SIGKILL)
-    wait_until(lambda: metric(server, "epoch") == 2 and metric(server, "ready") == 1, 120, "another engine")
-    computed = metric(server, "computed_prompt_tokens_total")
-    assert ask(server) == wanted
+    epoch, held = metric(server, "epoch"), metric(server, "host_blocks", state="cached")
+    hits = metric(server, "cached_prompt_tokens_total", tier="host")
+    wanted = ask(server, adapter)
     wait_until(
-        lambda: metric(server, "cached_prompt_tokens_total", tier="host") >= 0.95 * 32 * full, 20, "the hits"
+        lambda: metric(server, "host_blocks", state="cached") >= held + full, 30, "the blocks in the tier"
+    )
+    os.kill(ranks(server)[-1].pid, signal.SIGKILL)
+    wait_until(
+        lambda: metric(server, "epoch") == epoch + 1 and metric(server, "ready") == 1, 120, "another engine"
+    )
+    computed = metric(server, "computed_prompt_tokens_total")
+    assert ask(server, adapter) == wanted
+    wait_until(
+        lambda: metric(server, "cached_prompt_tokens_total", tier="host") >= hits + 0.95 * 32 * full,
+        20,
+        "the hits",
     )
     tokens = sum(map(len, PROMPTS))
     wait_until(lambda: metric(server, "computed_prompt_tokens_total") > computed, 20, "the count")

@@ -94,6 +94,7 @@ def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
     dtype = config.data_type if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     size, slots = config.block_tokens, config.slots
     host = config.host_cache_bytes or (_proposed_host_cache() if place.kind == "cuda" else 0)
+    host = host if config.shares_prefixes else 0
     return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype, host)
 
 
@@ -148,7 +149,16 @@ def fit_findings(
         )
         return
     yield from _adapter_findings(where, config, place, found)
-    if config.host_cache_bytes > available_memory():
+    if config.host_cache_bytes and not config.has_host_tier:
+        yield Finding(
+            "warning",
+            where,
+            f"host_cache_bytes {config.host_cache_bytes}, prefix_cache {str(config.prefix_cache).lower()}, "
+            f"cache_scope {config.cache_scope}; the engine runs without a host tier",
+            "host_cache_bytes 0, or a prefix cache that requests share",
+            "Set host_cache_bytes to 0, or prefix_cache to true and cache_scope to all or salt.",
+        )
+    elif config.host_cache_bytes > available_memory():
         yield Finding(
             "warning",
             where,

@@ -169,6 +169,9 @@ def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Ite
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if name in contract.by_name:
+            if contract.by_name[name].refused:  # an input that the model's config.pbtxt does not declare
+                _refuse(contract.by_name[name], np.array([values[name]], object))
+                continue
             raise RequestError(f"{name} was sent as a request parameter; it is an input tensor of this model")
         known = [*contract.by_name, *(pattern for pattern in patterns if "*" not in pattern)]
         if advice := advice_on(name, contract):

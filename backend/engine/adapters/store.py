@@ -21,7 +21,7 @@ import torch
 from tridecode.backend.base.errors import CapacityError, CheckpointError, TridecodeError
 from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.place import Place, Table
-from tridecode.backend.engine.adapters.table import unknown_adapter
+from tridecode.backend.engine.adapters.table import Loaded, unknown_adapter
 from tridecode.backend.engine.adapters.tables import AdapterTables
 from tridecode.backend.engine.adapters.upload import Upload
 from tridecode.backend.engine.ranks.agreement import PeerLost
@@ -64,7 +64,7 @@ class AdapterStore:
         self._tables: dict[int, Table] = {}
         self._targets: LoraTargets | None = None
         self._jobs: Queue[tuple[int, str] | None] = Queue()
-        self._finished: deque[tuple[int, TridecodeError | None]] = deque()
+        self._finished: deque[Loaded] = deque()
         self._changed: deque[str] = deque()
         self._seen: dict[str, tuple[int, ...]] = {}  # name -> fingerprint of the loaded directory
         self._thread: threading.Thread | None = None
@@ -91,7 +91,7 @@ class AdapterStore:
             self._run_in_thread(self._lead)
         self._jobs.put((number, name))
 
-    def finished(self) -> list[tuple[int, TridecodeError | None]]:
+    def finished(self) -> list[Loaded]:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def has_finished(self) -> bool:
@@ -122,9 +122,9 @@ class AdapterStore:
 
     def load_now(self, number: int, name: str) -> None:
         """Load an adapter in the calling thread, on rank 0, before any request names one."""
-        error = self._load(number, name)
-        if error is not None:
-            raise error
+        loaded = self._load(number, name)
+        if loaded.error is not None:
+            raise loaded.error
 
     # ------------------------------------------------------------ the loading thread of rank 0
 
@@ -138,7 +138,7 @@ class AdapterStore:
             if job is None:
                 break
             if job[1]:
-                self._finished.append((job[0], self._load(*job)))
+                self._finished.append(self._load(*job))
                 self.on_finished()
             if time.monotonic() - looked >= _LOOK_S:
                 looked = time.monotonic()
@@ -146,27 +146,29 @@ class AdapterStore:
         if self._channel is not None:
             self._channel.end()
 
-    def _load(self, number: int, name: str) -> TridecodeError | None:
-        """Load an adapter on every rank. If that fails, return the reason; nothing remains loaded."""
+    def _load(self, number: int, name: str) -> Loaded:
+        """Load an adapter on every rank. After a failure nothing remains loaded."""
         started = time.monotonic()
         try:
             lora = self.read(name)
+            digest = lora.digest()
             if self._channel is not None:
                 self._channel.send(number, lora)
         except PeerLost:
             raise
         except TridecodeError as error:
-            return error
+            return Loaded(number, error)
         except Exception as error:
             log.exception("the adapter %s could not be read", name)
-            return CheckpointError(f"the adapter {name!r} could not be read: {type(error).__name__}")
+            what = f"the adapter {name!r} could not be read: {type(error).__name__}"
+            return Loaded(number, CheckpointError(what))
         fault = self._place_table(number, lora)
         if self._channel is not None and not self._channel.agree(fault is None) and fault is None:
             fault = CapacityError(f"a rank could not load the adapter {name!r}; the server's log says why")
         if fault is None:
             seconds = time.monotonic() - started
             log.info("loaded the adapter %s, %s bytes, in %.2f s", name, f"{lora.num_bytes:,}", seconds)
-        return fault
+        return Loaded(number, fault, digest)
 
     def read(self, name: str) -> Lora:
         """Read an adapter of the folder. Raises TridecodeError."""

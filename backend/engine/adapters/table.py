@@ -12,13 +12,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.engine.schedule.sequence import SequenceGroup
 from tridecode.backend.weights.lora import check_name
 
 NO_ADAPTER = -1
+
+
+class Loaded(NamedTuple):
+    """The end of a load. error: the reason if it failed. digest: of the adapter's matrices; never b""."""
+
+    number: int
+    error: TridecodeError | None = None
+    digest: bytes = b""
 
 
 class Loader(Protocol):
@@ -30,8 +38,8 @@ class Loader(Protocol):
         """Load the adapter `name` on every rank; plans will name it by `number`."""
         ...
 
-    def finished(self) -> list[tuple[int, TridecodeError | None]]:
-        """Return the loads that have ended since the last call, with the reason if one failed."""
+    def finished(self) -> list[Loaded]:
+        """Return the loads that have ended since the last call."""
         ...
 
     def has_finished(self) -> bool:
@@ -54,7 +62,7 @@ class NoLoader:
     def start(self, number: int, name: str) -> None:
         raise UnsupportedError(f"lora_name is {name!r}; {self.why}")
 
-    def finished(self) -> list[tuple[int, TridecodeError | None]]:
+    def finished(self) -> list[Loaded]:
         return []
 
     def has_finished(self) -> bool:
@@ -70,6 +78,7 @@ class _Resident:
 
     number: int
     name: str
+    digest: bytes
     users: int = 0
     used: int = 0  # time of the last use
 
@@ -150,8 +159,8 @@ class Adapters:
         """Return the groups whose adapter was loaded, or failed to load (with the reason), since the last
         call.
         """
-        for number, error in self.loader.finished():
-            self._finish(self._loading.pop(number), error)
+        for loaded in self.loader.finished():
+            self._finish(self._loading.pop(loaded.number), loaded)
         self._forget_changed()
         self._advance()
         ready, self._ready = self._ready, []
@@ -165,17 +174,17 @@ class Adapters:
     def _hold(self, resident: _Resident, group: SequenceGroup) -> None:
         self._clock += 1
         resident.users, resident.used = resident.users + 1, self._clock
-        group.adapter = resident.number
+        group.adapter, group.adapter_digest = resident.number, resident.digest
 
-    def _finish(self, load: _Load, error: TridecodeError | None) -> None:
+    def _finish(self, load: _Load, loaded: Loaded) -> None:
         groups = self._waiting.pop(load.name, [])
         if load.name in self._line:  # its first requests were cancelled, and others arrived
             self._line.remove(load.name)
-        if error is not None:
+        if loaded.error is not None:
             self._dropped.append(load.number)  # a rank may have loaded it
-            self._ready += [(group, error) for group in groups]
+            self._ready += [(group, loaded.error) for group in groups]
             return
-        resident = _Resident(load.number, load.name)
+        resident = _Resident(load.number, load.name, loaded.digest)
         self._by_number[load.number] = self._resident[load.name] = resident
         for group in groups:
             self._hold(resident, group)

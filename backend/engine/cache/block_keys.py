@@ -5,8 +5,7 @@ the chain begins at a root that depends on the salt. The hash of everything else
 values depend on (`Context`) is combined with it by exclusive or, so that ids can be hashed before the context
 is known: in the I/O thread, while the request's adapter may still be loading. The hash key is random, so a
 request cannot forge the identity of another's block. It lives as long as the blocks: with a host tier, longer
-than the process. Numbers of a context have a meaning in their process only, whose own random value is
-therefore hashed with them.
+than the process. A context therefore has no number that only this process understands.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _KEY_BYTES = 16
 class Context(NamedTuple):
     """Everything besides its tokens that the keys and values of a block depend on.
 
-    adapter, prompt: the numbers that plans use for the loaded adapter and for the table of virtual tokens; -1
-    for none. A number stands for one loaded state of an adapter's files and is never used twice. shift: added
-    to rotary positions. ring: see sessions.py; 0: none. salt: separates owners; requests with different salts
-    never find each other's blocks.
+    adapter: digest of the adapter's matrices; b"": none. prompt: number of the task whose table of virtual
+    tokens the prompt has, -1: none; tables that a request sends never enter the index. shift: added to rotary
+    positions. ring: see sessions.py; 0: none. salt: separates owners; requests with different salts never
+    find each other's blocks.
     """
 
-    adapter: int = -1
+    adapter: bytes = b""
     prompt: int = -1
     shift: int = 0
     ring: int = 0
@@ -46,13 +45,10 @@ class BlockHasher:
     def __init__(self, secret: bytes | None = None) -> None:
         # copied for each hash, because hashing the key block is a third of the work
         self._keyed = hashlib.blake2b(digest_size=_KEY_BYTES, key=secret or secrets.token_bytes(32))
-        self._process = secrets.token_bytes(16)
 
     def root(self, context: Context) -> bytes:
         """Return the parent of the first block of every chain with this context."""
-        data = repr(tuple(context)).encode()
-        is_lasting = context == Context(shift=context.shift, salt=context.salt)
-        return self._hash(data if is_lasting else data + self._process)
+        return self._hash(repr(tuple(context)).encode())
 
     def chain(self, parent: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
         """Return the identities of consecutive blocks after `parent`.

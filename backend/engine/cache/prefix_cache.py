@@ -48,14 +48,20 @@ class PrefixCache:
 
     def is_coming(self, sequence: Sequence, found: int) -> bool:
         """Return whether a running prompt will write the block behind the first `found` ones of a sequence
-        that looks for blocks.
+        that looks for blocks. A running prompt that is less urgent does not give way until it has written
+        those that both need.
         """
-        if not self._coming or found >= min(sequence.num_known - 1, _first_needed(sequence)) // self._size:
+        if not self._coming:
             return False
-        chain = sequence.group.chain
-        if chain is None or not chain.reads:
+        last, chain = min(sequence.num_known - 1, _first_needed(sequence)) // self._size, sequence.group.chain
+        if found >= last or chain is None or not chain.reads:
             return False
-        return self._keys(sequence, found, found + 1)[0] in self._coming
+        running = self._coming.get(self._keys(sequence, found, found + 1)[0])
+        if running is not None and sequence.group.priority < running.group.priority:
+            keys = self._keys(sequence, found, last)
+            both = next((n for n, key in enumerate(keys) if self._coming.get(key) is not running), len(keys))
+            running.awaited = max(running.awaited, (found + both) * self._size)
+        return running is not None
 
     def is_brought(self, sequence: Sequence, found: list[int], needed: int) -> bool:
         """Return whether blocks behind the found ones are being copied from the host tier into the cache.
@@ -76,7 +82,7 @@ class PrefixCache:
         """Note that an admitted sequence, which has found its first `found` blocks, will write the others of
         its prompt.
         """
-        sequence.num_indexed = found
+        sequence.num_indexed, sequence.awaited = found, 0
         chain = sequence.group.chain
         if chain is not None:
             for key in self._keys(sequence, found, len(chain.keys)):
@@ -167,8 +173,8 @@ def context_of(group: SequenceGroup, shift: int) -> Context:
     """
     row, prompt = group.row, -1 if group.learned is None else group.learned.number
     if row is None:
-        return Context(group.adapter, prompt, shift)
-    return Context(group.adapter, prompt, shift, row.ring, row.salt)
+        return Context(group.adapter_digest, prompt, shift)
+    return Context(group.adapter_digest, prompt, shift, row.ring, row.salt)
 
 
 def _first_needed(sequence: Sequence) -> int:

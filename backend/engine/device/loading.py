@@ -58,7 +58,7 @@ def load_engine(
     if background_kinds(config):
         check_background(model, config, device)
     open_host = None
-    if config.host_cache_bytes and config.prefix_cache and config.cache_scope != "none":
+    if config.has_host_tier:
         open_host = partial(open_store, directory=directory, fd=host_fd)
     has_peers = False
     if device.type in PEER_DEVICES and ranks.tensor_size > 1:

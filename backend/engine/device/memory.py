@@ -225,7 +225,7 @@ def plan_rank(
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
         kernels += scratch.exchange_bytes(size, config.slots)
     block = cache[0] // engine.state.num_blocks
-    if config.host_cache_bytes:
+    if config.has_host_tier:
         slots = config.host_cache_bytes // (size * stages) // block
         device += 2 * block * blocks_of_buffer(block, slots, device_type)
     adapters = _adapter_bytes(weights, config, dtype.itemsize)

@@ -82,8 +82,8 @@ class PrefillPlanner:
         this admits."""
         chunks: list[Chunk] = []
         starts: list[SlotStart] = []
-        background = [one for one in self.prefilling if is_background(one)]
-        others = [one for one in self.prefilling if not is_background(one)] if background else self.prefilling
+        background = [one for one in self.prefilling if self._gives_way(one)]
+        others = [one for one in self.prefilling if one not in background] if background else self.prefilling
         budget = self._continue(others, budget, chunks)
         self._only_others, self._refused = True, False
         budget = self._admit_within(budget, chunks, starts, may_hold=not background)
@@ -97,6 +97,10 @@ class PrefillPlanner:
         budget = self._continue(background, budget, chunks)
         self._admit_within(budget, chunks, starts, may_hold=False)
         return chunks, starts
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        """Return whether other prompts go before a running prompt: no urgent one waits for its blocks."""
+        return is_background(sequence) and self._cache.lengths.item(sequence.slot) >= sequence.awaited
 
     def _continue(self, sequences: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Append the next chunks of sequences that have a slot; return the remaining budget."""

@@ -72,9 +72,9 @@ class SequenceGroup:
 
     door, request: the receiver of their events. prompt: (n,) int32. priority: smaller is sooner; arrival
     breaks ties. deadline: monotonic seconds. lora_name: of the adapter, "" for none; adapter: its number in
-    plans once it is loaded, -1 before and for none. learned: its table of virtual tokens (book.py),
-    None for none. session, row: of a session's round, the session's number within the door and what the
-    session keeps of the conversation. sequences: those that have not ended.
+    plans once it is loaded, -1 before and for none; adapter_digest: see Loaded.digest. learned: its table of
+    virtual tokens (book.py), None for none. session, row: of a session's round, the session's number within
+    the door and what the session keeps of the conversation. sequences: those that have not ended.
     """
 
     door: bytes
@@ -85,6 +85,7 @@ class SequenceGroup:
     deadline: float
     lora_name: str = ""
     adapter: int = -1
+    adapter_digest: bytes = b""
     learned: HeldPrompt | None = None
     session: int = -1
     row: SessionRow | None = None
@@ -164,6 +165,7 @@ class Sequence:
     forced_record: DraftRecord | None = None  # of the drafts that its grammar forces
     draft_gap: int = NO_GAP  # first position that the drafter's cache lacks (cache/draft_keys.py)
     overtaken: int = 0  # number of sequences behind it that were admitted before it
+    awaited: int = 0  # leading tokens of its prompt for whose blocks a more urgent prompt waits
 
     def __post_init__(self) -> None:
         self.prompt = self.group.prompt

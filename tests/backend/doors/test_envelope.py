@@ -228,6 +228,14 @@ def test_request_parameters_are_bounded_before_they_are_parsed(texts):
         assert code == "INVALID_ARG" and found in said and len(said) < 300
 
 
+def test_an_input_that_is_not_implemented_is_refused_as_such_when_it_comes_as_a_parameter(texts):
+    """HTTP's generate endpoint sends the inputs that config.pbtxt does not declare as parameters."""
+    code, said = refusal(ask(texts, prompt(b"x"), parameters={"retention_decode_priority": 3}))
+    assert code == "UNSUPPORTED"
+    assert said == "retention_decode_priority was sent, which this version does not implement; leave it out"
+    only(ask(texts, prompt(b"x"), parameters={"use_draft_logits": False}))
+
+
 @pytest.mark.parametrize("json_text", ["[" * 60_000, "[1]", "{", '{"a": ' + "1" * 5000 + "}", "nan"])
 def test_request_parameters_that_are_no_json_object_are_refused(texts, monkeypatch, json_text):
     monkeypatch.setattr(fake_triton.InferenceRequest, "parameters", lambda self: json_text)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.backend.engine.toy_device import DOOR, Run, expected, limits
 from tridecode.backend.base.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
-from tridecode.backend.engine.adapters.table import Adapters
+from tridecode.backend.engine.adapters.table import Adapters, Loaded
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
@@ -24,7 +24,7 @@ class SteeredLoader:
         self.max_loras = max_loras
         self.running: dict[str, int] = {}
         self.loaded: dict[int, str] = {}
-        self.ended: list[tuple[int, TridecodeError | None]] = []
+        self.ended: list[Loaded] = []
         self.news: list[str] = []
 
     def start(self, number: int, name: str) -> None:
@@ -33,13 +33,13 @@ class SteeredLoader:
         assert len(held) + len(self.running) < self.max_loras, "more adapters than there is room for"
         self.running[name] = number
 
-    def end(self, name: str, error: TridecodeError | None = None) -> None:
+    def end(self, name: str, error: TridecodeError | None = None, digest: bytes = b"") -> None:
         number = self.running.pop(name)
         if error is None:
             self.loaded[number] = name
-        self.ended.append((number, error))
+        self.ended.append(Loaded(number, error, digest or name.encode()))
 
-    def finished(self) -> list[tuple[int, TridecodeError | None]]:
+    def finished(self) -> list[Loaded]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -78,9 +78,9 @@ class AdapterRun(Run):
 
         self.scheduler.plan = checked
 
-    def ask(self, request: int, *names: str, tokens: int = 3) -> None:
-        """A request with a sequence [5] for each name."""
-        prompt, params = np.array([5], np.int32).tobytes(), SamplingParams(max_tokens=tokens)
+    def ask(self, request: int, *names: str, tokens: int = 3, ids: Iterable[int] = (5,)) -> None:
+        """A request with a sequence of these ids for each name."""
+        prompt, params = np.array([*ids], np.int32).tobytes(), SamplingParams(max_tokens=tokens)
         sequences = [SequenceRequest(prompt, params, name) for name in names]
         self.scheduler.submit(DOOR, Submit(request, sequences))
         self.take(self.scheduler.take_events())
@@ -132,6 +132,22 @@ def test_rows_of_one_request_may_have_several_adapters_and_none() -> None:
     run.loader.end("a")
     run.finish()
     assert [run.used[1, index] for index in range(4)] == [{"a"}, {""}, {"b"}, {"a"}]
+
+
+def test_blocks_belong_to_the_matrices_of_an_adapter_not_to_its_place() -> None:
+    """An adapter that was evicted and loaded again, or has the matrices of another one, finds their blocks;
+    a name with new matrices does not."""
+    run, found, ids = AdapterRun(max_loras=1, num_blocks=100), [], [7, 8, 9] * 5
+    loads = [("a", b"A"), ("b", b"B"), ("a", b"A"), ("c", b"B"), ("a", b"new"), ("", b"")]
+    for number, (name, digest) in enumerate(loads):
+        before = run.scheduler.cache.cached_tokens
+        run.ask(number, name, ids=ids)
+        if name:
+            run.loader.end(name, digest=digest)
+        run.finish()
+        assert run.tokens[number, 0] == expected(ids, 3)
+        found.append(run.scheduler.cache.cached_tokens - before)
+    assert found == [0, 0, 12, 12, 0, 0]
 
 
 def test_a_failed_load_ends_its_requests_alone_and_is_tried_again() -> None:

@@ -73,3 +73,27 @@ def test_lines_wait_for_a_bounded_number_of_steps() -> None:
     assert [lines for lines, _ in noted.steps[: PUT_OFF_STEPS + 1]] == [0] * PUT_OFF_STEPS + [24]
     assert noted.steps[PUT_OFF_STEPS][1] == 8
     noted.run.finish()
+
+
+def test_a_line_does_not_give_way_while_an_urgent_prompt_waits_for_its_blocks() -> None:
+    """A line and an urgent prompt begin with the same 96 tokens; two steps have computed 16 of them. Further
+    prompts arrive in every step. The line computes the other common tokens at once, then gives way."""
+    sizes = limits(num_blocks=200, max_sequences=12, max_step_tokens=16, max_sequence_tokens=400)
+    run, common = Run(sizes), [(7 * i) % 50 for i in range(96)]
+    run.submit(1, [*common, *[4] * 200], max_tokens=1, priority=LOWEST_PRIORITY)
+    run.step()
+    run.submit(2, [*common, 5], max_tokens=1)
+    steps = 0
+    while not run.tokens[2, 0]:
+        steps += 1
+        assert steps <= 96 // 16 + 2, "the urgent prompt waits for a line that gives way to others"
+        run.submit(10 + steps, [steps % 50] * 8, max_tokens=1, cache="off")
+        run.step()
+    (line,) = (one for one in run.open() if one.group.request == 1)
+    before = run.scheduler.cache.lengths[line.slot]
+    run.submit(3, [6] * 8, max_tokens=1, cache="off")
+    run.step()
+    assert run.scheduler.cache.lengths[line.slot] == before, "nobody waits for the rest of the line"
+    run.finish()
+    assert run.tokens[2, 0] == expected([*common, 5], 1)
+    assert run.scheduler.counters.computed_prompt_tokens == 296 + 1 + 8 * (steps + 1)

@@ -17,7 +17,7 @@ _BLOCKS = 12
 _SIZE = 2  # bytes of ids that a block has in these tests
 
 ids = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(bytes)
-contexts = st.sampled_from([Context(), Context(adapter=1)])
+contexts = st.sampled_from([Context(), Context(adapter=b"1")])
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -85,13 +85,19 @@ def test_only_slots_that_are_the_same_on_all_ranks_are_kept(file: int) -> None:
     assert [entry.slot for entry in region.entries()] == [0, 3]
 
 
-def test_a_lasting_context_has_one_root_and_a_number_of_this_process_has_not() -> None:
+def test_a_context_has_one_root_under_one_secret() -> None:
     one, other = BlockHasher(bytes(32)), BlockHasher(bytes(32))
-    for context in (Context(), Context(shift=64), Context(salt="a")):
-        assert one.root(context) == other.root(context)
-    for context in (Context(adapter=0), Context(prompt=3), Context(ring=8)):
-        assert one.root(context) != other.root(context)
-        assert one.root(context) == one.root(context)
+    contexts = [
+        Context(),
+        Context(b"a"),
+        Context(b"b"),
+        Context(prompt=3),
+        Context(shift=64),
+        Context(salt="a"),
+    ]
+    assert [one.root(context) for context in contexts] == [other.root(context) for context in contexts]
+    assert len({one.root(context) for context in contexts}) == len(contexts)
+    assert BlockHasher(bytes(31) + b"1").root(Context()) != one.root(Context())
 
 
 # ---------------------------------------------------------------- checksums

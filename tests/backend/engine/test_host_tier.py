@@ -208,9 +208,7 @@ def test_a_resumed_request_reports_no_cached_tokens_of_its_own() -> None:
     params = SamplingParams(max_tokens=5, return_perf_metrics=True)
     ids, sent = SequenceRequest(np.array(LONG, np.int32).tobytes(), params), expected(LONG, 2)
     perf = Perf(1, 2, 3, 4, new_blocks=6, reused_blocks=0, missed_blocks=6)
-    after.scheduler.submit(
-        DOOR, Submit(2, [ids], sent=[Sent(np.array(sent, "<i4").tobytes(), perf=perf)])
-    )
+    after.scheduler.submit(DOOR, Submit(2, [ids], sent=[Sent(np.array(sent, "<i4").tobytes(), perf=perf)]))
     after.tokens[2, 0] = list(sent)
     after.finish()
     assert after.tokens[2, 0] == expected(LONG, 5) and after.tier.tokens == 24

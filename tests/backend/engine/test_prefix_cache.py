@@ -304,6 +304,10 @@ def test_performance_metrics_tell_hits_and_misses_of_the_prompt() -> None:
 
 def test_contexts_and_salts_have_identities_of_their_own() -> None:
     hasher = Run(limits()).scheduler.cache.index.hasher
-    masks = [hasher.mask(Context(adapter=1)), hasher.mask(Context(prompt=1)), hasher.mask(Context(shift=9))]
+    masks = [
+        hasher.mask(Context(adapter=b"1")),
+        hasher.mask(Context(prompt=1)),
+        hasher.mask(Context(shift=9)),
+    ]
     assert hasher.mask(Context()) == b"" and len({*masks}) == 3
     assert hasher.root(Context(salt="a")) != hasher.root(Context(salt="b"))

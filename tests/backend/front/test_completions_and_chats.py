@@ -194,7 +194,7 @@ BAD = [
     ({"prompt": "a", "stream_options": {"include_usag": True}}, "stream_options.include_usag",
      "unknown_parameter", "did you mean include_usage?"),
     ({"prompt": "a", "temperature": -1}, "temperature", "invalid_type", "is -1; wanted a number >= 0.0"),
-    ({"prompt": "a", "cache": "never"}, "cache", "invalid_type", "cache"),
+    ({"prompt": "a", "cache": "never"}, "cache", "invalid_value", 'is "never"; wanted one of off, on, write'),
     ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt", "invalid_value", "257 bytes; wanted 256"),
     ({"prompt": "a", "max_tokens": 5000}, "prompt", "context_length_exceeded", "accepts 512 in all"),
     ({"prompt": "a", "logit_bias": {"5": 100.5}}, "logit_bias", "invalid_value", "token id 5 is 100.5"),

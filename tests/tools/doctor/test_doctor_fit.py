@@ -179,3 +179,17 @@ def test_a_host_tier_is_proposed_for_a_gpu_within_the_memory_of_the_machine(monk
         given.ranks[0].workspace
         == fit(LLAMA_8B, replace(config, host_cache_bytes=0), given.place).ranks[0].workspace + buffers
     )
+
+
+@pytest.mark.parametrize("change", [{"prefix_cache": False}, {"cache_scope": "none"}])
+def test_no_host_tier_is_proposed_where_no_request_shares_blocks(monkeypatch, change):
+    monkeypatch.setattr("tridecode.tools.doctor.fit.available_memory", lambda: 101 * GIB)
+    place, config = Place("cuda", 80 * GIB), replace(BF16, max_sequences=16, **change)
+    assert fit(LLAMA_8B, config, place).host_cache == 0
+    useless = replace(config, host_cache_bytes=GIB)
+    found = fit(LLAMA_8B, useless, place)
+    (finding,) = fit_findings("where", LLAMA_8B, useless, place, found)
+    assert finding.severity == "warning" and "runs without a host tier" in finding.found
+    assert (
+        found.host_cache == 0 and found.ranks[0].workspace == fit(LLAMA_8B, config, place).ranks[0].workspace
+    )
