@@ -220,11 +220,11 @@ class CacheManager:
     def held(self, sequence: Sequence) -> Held:
         """Return what a sequence with a slot has in the cache."""
         length = self.prefixes.written(sequence, self.lengths.item(sequence.slot))
-        keys = self.prefixes.full_keys(sequence, length)
+        keys, chain = self.prefixes.full_keys(sequence, length)
         if self.draft_keys is not None:
             self.draft_keys.indexed(sequence, 0, sequence.blocks)
         context = context_of(sequence.group, self.shifts.item(sequence.slot))
-        return Held(sequence.blocks, length, context, keys)
+        return Held(sequence.blocks, length, context, keys, chain)
 
     def index_written(self, sequence: Sequence) -> None:
         """Index the full blocks of a prompt that the plan in the making writes. Where another sequence has

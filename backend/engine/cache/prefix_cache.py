@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import Context, masked
 from tridecode.backend.engine.cache.draft_keys import DraftKeys
+from tridecode.backend.engine.cache.prompt_keys import PromptKeys
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
@@ -88,15 +89,17 @@ class PrefixCache:
             for key in self._keys(sequence, found, len(chain.keys)):
                 self._coming.setdefault(key, sequence)
 
-    def full_keys(self, sequence: Sequence, length: int) -> list[bytes] | None:
-        """Return the identities of a sequence's full blocks; None if it does not enter the index.
+    def full_keys(self, sequence: Sequence, length: int) -> tuple[list[bytes] | None, PromptKeys | None]:
+        """Return the identities of a sequence's full blocks, and their chain before the mask; None if it
+        does not enter the index.
 
         length: tokens that are in the cache.
         """
-        if sequence.group.chain is None:
-            return None
-        length = self.written(sequence, length)
-        return self._keys(sequence, 0, min(length, sequence.num_known) // self._size)
+        chain, blocks = sequence.group.chain, min(length, sequence.num_known) // self._size
+        if chain is None:
+            return None, None
+        keys = self._keys(sequence, 0, blocks)
+        return keys, chain._replace(keys=(chain.keys + sequence.answer_keys)[:blocks])
 
     def written(self, sequence: Sequence, length: int) -> int:
         """Return how many of a sequence's tokens planned steps certainly write, at most `length`."""

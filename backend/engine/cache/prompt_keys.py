@@ -49,13 +49,20 @@ class PromptHasher:
             return [None] * len(submit.sequences)
         return [self._keys(wanted) for wanted in submit.sequences]
 
-    def of(self, prompt: bytes, params: SamplingParams) -> PromptKeys | None:
-        """Return the keys of a prompt, int32 ids as bytes."""
+    def of(
+        self, prompt: bytes, params: SamplingParams, known: PromptKeys | None = None, known_bytes: int = 0
+    ) -> PromptKeys | None:
+        """Return the keys of a prompt, int32 ids as bytes. known: those of another prompt whose first
+        known_bytes bytes are equal; they are not hashed again under the same salt.
+        """
         if not self._enters(params):
             return None
         root = self._hasher.root(Context(salt=params.cache_salt))
         size = min(len(prompt), self._most) // self._block_bytes * self._block_bytes
-        keys = self._hasher.chain(root, prompt[:size], self._block_bytes)
+        is_same = known is not None and known.root == root
+        keys = known.keys[: min(known_bytes, size) // self._block_bytes] if known and is_same else []
+        rest = prompt[len(keys) * self._block_bytes : size]
+        keys = keys + self._hasher.chain(keys[-1] if keys else root, rest, self._block_bytes)
         return PromptKeys(root, keys, params.cache == "on")
 
     def _keys(self, wanted: SequenceRequest) -> PromptKeys | None:

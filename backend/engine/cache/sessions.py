@@ -24,6 +24,7 @@ import numpy as np
 from tridecode.backend.base.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
 from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import Context
+from tridecode.backend.engine.cache.prompt_keys import PromptKeys
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.wire.messages import SessionRound, Submit
 
@@ -40,13 +41,15 @@ _ROWS, _PROCESS = itertools.count(), secrets.token_hex(8)
 
 class Held(NamedTuple):
     """A sequence's part of the cache: `written` tokens in its blocks, computed in that context. keys: the
-    identities of its full blocks, which others share (prefix_cache.py); None: it shares none.
+    identities of its full blocks, which others share (prefix_cache.py); None: it shares none. chain: the
+    same before the mask of the context.
     """
 
     blocks: list[int]
     written: int
     context: Context
     keys: list[bytes] | None = None
+    chain: PromptKeys | None = None
 
 
 @dataclass(eq=False)
@@ -57,8 +60,8 @@ class SessionRow:
     the cache. keys: the identities of the blocks that were computed for the first `written` tokens, or for
     the last `ring` of them, in that context; evicted ones are not in the index. peak: tokens ever written to
     these blocks, `written` or more. reusable: length of the prefix that the running round shares with the
-    round before. num_shared: number of `keys` of full blocks, which everybody finds (prefix_cache.py). salt:
-    separates the other blocks from those of every other row.
+    round before. num_shared: number of `keys` of full blocks, which everybody finds (prefix_cache.py). chain:
+    see Held. salt: separates the other blocks from those of every other row.
     """
 
     ring: int = 0
@@ -69,6 +72,7 @@ class SessionRow:
     context: Context = Context()
     reusable: int = 0
     num_shared: int = 0
+    chain: PromptKeys | None = None
     salt: str = field(default_factory=lambda: f"session row {next(_ROWS)} of {_PROCESS}")
 
     def capacity(self, tokens: int) -> int:
@@ -119,7 +123,7 @@ class SessionRow:
 
         held: None if the sequence had no slot.
         """
-        self.tokens = tokens
+        self.tokens, self.chain = tokens, None if held is None else held.chain
         if held is None:
             self.written = min(self.written, self.reusable)
             return

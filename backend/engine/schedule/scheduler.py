@@ -175,7 +175,8 @@ class Scheduler:
             group.chain = chain
         for group, row, wanted in zip(groups, rows, submit.sequences):
             if row is not None and not row.ring:  # its tokens are known here only
-                group.chain = self.prompt_hasher.of(group.prompt.astype("<i4").tobytes(), wanted.params)
+                ids = group.prompt.astype("<i4").tobytes()
+                group.chain = self.prompt_hasher.of(ids, wanted.params, row.chain, 4 * row.reusable)
         self.requests.add(key, groups)
         self._arrivals += count
         self.counters.requests += 1

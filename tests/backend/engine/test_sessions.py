@@ -401,14 +401,14 @@ def test_a_prompt_that_grows_into_the_long_factors_is_computed_again():
 
 
 def test_tokens_that_another_state_of_an_adapter_computed_are_computed_again():
-    """An adapter that was loaded again has another number."""
+    """An adapter whose matrices have changed has another digest."""
     run = SessionRun(limits())
     talk = Conversation(run, 1)
     assert talk.round([1, 2, 3, 4, 5], 4) == 5
     before = run.device.computed
     request = talk.submit([6], 2)
     (sequence,) = run.open()
-    sequence.group.adapter = 7
+    sequence.group.adapter, sequence.group.adapter_digest = 7, b"new"
     run.until_ended(request)
     talk.close(request)
     assert run.device.computed - before == 10
@@ -450,6 +450,32 @@ def test_a_conversation_and_requests_find_each_others_full_blocks():
     assert run.device.computed - before == len(history) + 1 - (len(history) - 1) // 4 * 4
     assert run.tokens[request, 0] == wanted_tokens([*history, 3], 2, -1, 0, 0)
     run.check_blocks()
+
+
+def test_a_round_hashes_only_the_blocks_behind_those_of_the_round_before(monkeypatch):
+    """The identities are those of a request with the whole prompt."""
+    run = SessionRun(limits(num_blocks=40))
+    hasher, sizes = run.scheduler.cache.index.hasher, []
+    chain = hasher.chain
+
+    def noted(parent: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
+        sizes.append(len(ids) // 4)
+        return chain(parent, ids, block_bytes)
+
+    talk = Conversation(run, 1)
+    talk.round(list(range(14)), 7)
+    assert len(talk.history) == 21
+    monkeypatch.setattr(hasher, "chain", noted)
+    request = talk.submit([9, 9], 4)  # 20 of 23 tokens are known full blocks of 4 tokens
+    (sequence,) = run.open()
+    assert sizes == [0]
+    wanted = run.scheduler.prompt_hasher.of(np.array(talk.whole, "<i4").tobytes(), SamplingParams())
+    assert sequence.group.chain == wanted
+    run.until_ended(request)
+    talk.close(request)
+    del talk.history[10:]  # the client goes back
+    talk.submit([3, 3, 3], 2)
+    assert sizes[-1] == 4, "10 tokens are kept; one block of 13 tokens is new"
 
 
 @pytest.mark.parametrize(
