@@ -66,7 +66,7 @@ class Lora:
         for target, pair in sorted(self.pairs.items()):
             for tensor in pair:
                 found.update(f"{target} {tuple(tensor.shape)}\n".encode())
-                found.update(tensor.contiguous().numpy())
+                found.update(tensor.contiguous().numpy().data)
         return found.digest()
 
 
