@@ -9,6 +9,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from tridecode.backend.engine.grammars.exact_schemas import strict_options
 from tridecode.backend.engine.grammars.matcher import GrammarFault, Vocabulary
 from tridecode.backend.wire.structured_output import StructuredOutput
 
@@ -16,8 +17,6 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 MAX_EBNF_BYTES = 32 << 10
 #: between two values of JSON; without a limit a model may write spaces until max_tokens
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-#: keywords that a schema could use to weaken what it says are overridden
-_STRICT = {"lenient": False, "coerce_one_of": False}
 _ANY_OBJECT = '{"type": "object"}'
 #: an attribute of a rule that is for the sampler: `answer[temperature=0.5]: ...`
 _TEMPERATURE = re.compile(r"^\s*[A-Za-z_]\w*\s*\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
@@ -44,7 +43,7 @@ def _of_schema(text: str) -> str:
             LLMatcher.grammar_from_json_schema(
                 text,
                 defaults={"whitespace_pattern": _WHITESPACE},
-                overrides=_STRICT,  # type: ignore[arg-type]  # each key may be absent
+                overrides=strict_options(text),  # type: ignore[arg-type]  # each key may be absent
             )
         )
     except ValueError as error:
@@ -115,8 +114,8 @@ def _rules_of_tag(name: str, structure: Any, triggers: list[str], vocabulary: Vo
     trigger = next((one for one in triggers if begin.startswith(one)), None)
     if trigger is None:
         raise GrammarFault(f"{where}: {begin[:40]!r} begins with none of the triggers")
-    options = {"whitespace_pattern": _WHITESPACE, **_STRICT}
     if isinstance(schema, dict):
+        options = {"whitespace_pattern": _WHITESPACE, **strict_options(json.dumps(schema))}
         schema = {**schema, "x-guidance": options}
     body = [_quoted(begin[len(trigger) :]), f"%json {json.dumps(schema)}", _quoted(end)]
     body = [part for part in body if part != '""']
