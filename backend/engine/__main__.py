@@ -24,6 +24,7 @@ from tridecode.backend.base.errors import (
     UnsupportedError,
     WeightFileError,
 )
+from tridecode.backend.base.garbage import freeze_objects
 from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config, with_folders
 from tridecode.backend.configuration.engine_config_file import (
     checkpoint_dir,
@@ -195,6 +196,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         engine.state.adapters.on_finished = doors.wake
     loop = DecodeLoop(engine, scheduler, doors, link.status)
     link.on_stop = loop.stop
+    freeze_objects()
     link.ready()
     engine.pin_host_memory(doors.wake)
     log.info("serving %s on %s", engine.model_config.model_name, engine.device)
@@ -216,6 +218,7 @@ def serve_as_follower(engine: Engine, link: RankLink) -> None:
         timer.start()
 
     link.on_stop = leave_soon
+    freeze_objects()
     link.ready()
     engine.pin_host_memory()
     follow(engine, link.status)

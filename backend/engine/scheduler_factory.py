@@ -48,7 +48,7 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         spread_tokens=spread_tokens(engine.model_config, config, engine.device),
         cache_scope=config.cache_scope if config.prefix_cache else "none",
         max_grammar_bytes=config.max_grammar_bytes,
-        late_masks=engine.is_asynchronous and engine.ranks.tensor_size * engine.ranks.num_stages == 1,
+        late_masks=engine.is_asynchronous and engine.ranks.num_stages == 1,
     )
 
 

@@ -99,9 +99,10 @@ class Grammars:
         self._compiled: SimpleQueue[_Compilation] = SimpleQueue()
         self._known: SimpleQueue[_Compilation | None] = SimpleQueue()
         self._new = CompileThreads(self._compile)
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._new_jobs: list[_Job] = []  # since the last `flush`
+        self._jobs: SimpleQueue[list[_Job] | None] = SimpleQueue()
         self._timed_jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: SimpleQueue[Any] = SimpleQueue()
+        self._done: SimpleQueue[list[Any]] = SimpleQueue()
         self._outstanding = 0
         self._mask_threads, self._compile_threads = min(mask_threads, 2), compile_threads
         self._threads: list[threading.Thread] = []
@@ -165,28 +166,46 @@ class Grammars:
         return self._outstanding
 
     def advance(self, sequence: Any, tokens: list[int], proposed: Items[int] = ()) -> None:
-        """Begin to compute the mask behind new tokens of a sequence with a constraint.
+        """Compute the mask behind new tokens of a sequence with a constraint, from the next `flush` on.
 
         proposed: drafts of a drafter behind the tokens, for where the grammar forces none.
         """
         constraint: Constraint = sequence.constraint
         constraint.ready = False
         self._outstanding += 1
-        (self._timed_jobs if constraint.timed else self._jobs).put((sequence, tokens, proposed))
+        if constraint.timed:
+            self._timed_jobs.put((sequence, tokens, proposed))
+            return
+        self._new_jobs.append((sequence, tokens, proposed))
+        if len(self._new_jobs) == MOST_TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Let a thread compute the masks that `advance` has collected.
+
+        One entry of the queue for many sequences: with one each, the thread would wake for each, compete with
+        this one for the interpreter, and call the library for a few masks at a time.
+        """
+        if self._new_jobs:
+            self._jobs.put(self._new_jobs)
+            self._new_jobs = []
 
     def settle(self, seconds: float) -> list[Any]:
         """Return the sequences whose masks are ready, or failed; wait up to `seconds` for the others."""
-        found, until = [], time.monotonic() + seconds
+        found: list[Any] = []
+        until = time.monotonic() + seconds
+        self.flush()
         while self._outstanding:
             try:
                 left = until - time.monotonic()
-                sequence = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
+                sequences = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
             except Empty:
                 break
-            self._outstanding -= 1
-            self.counts.masks += 1
-            sequence.constraint.ready = True
-            found.append(sequence)
+            self._outstanding -= len(sequences)
+            self.counts.masks += len(sequences)
+            for sequence in sequences:
+                sequence.constraint.ready = True
+            found += sequences
         return found
 
     def close(self) -> None:
@@ -220,13 +239,7 @@ class Grammars:
         If one took long, each of them is computed alone for a while, so that the culprit is found.
         """
         assert self._compiler is not None
-        while (job := self._jobs.get()) is not None:
-            batch = [job]
-            while len(batch) < MOST_TOGETHER and not self._jobs.empty():
-                following = self._jobs.get()  # the only reader
-                if following is None:
-                    return
-                batch.append(following)
+        while (batch := self._jobs.get()) is not None:
             constraints = [sequence.constraint for sequence, _, _ in batch]
             masks = np.empty((len(batch), self._words), np.int32)
             begun = time.monotonic()
@@ -246,7 +259,7 @@ class Grammars:
                 sequence, tokens, proposed = job
                 constraint.take(tokens, mask, fault, self._mask_cpu_s, proposed)
                 constraint.timed = TIMED_MASKS if is_slow else 0
-                self._done.put(sequence)
+            self._done.put([sequence for sequence, _, _ in batch])
 
     def _fill_timed(self) -> None:
         while (job := self._timed_jobs.get()) is not None:
@@ -254,7 +267,7 @@ class Grammars:
             constraint: Constraint = sequence.constraint
             constraint.advance(tokens, self._mask_cpu_s, proposed)
             constraint.timed -= 1
-            self._done.put(sequence)
+            self._done.put([sequence])
 
     def _begin_known(self) -> None:
         while (found := self._known.get()) is not None:

@@ -67,6 +67,7 @@ class OutputProcessor:
             sampled = self._commit_rows(plan, result, set() if step is None else set(step.taken))
         else:
             self._commit_tokens(sampled, tokens, all_log_probs)
+        self._grammars.flush()
         if self._micro_batches > 1 or self._planner.drafts is not None:
             self._planner.resume(sampled)
         if step is not None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,7 +18,9 @@ import pytest
 from tests.backend.engine.grammar_models import END, OTHER_END, constrained_engine, random_model, sampled
 from tests.backend.engine.offline_models import offline_engine
 from tests.checkpoints import TINY_VOCAB, tiny_tokenizer
+from tests.waiting import wait_until
 from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
+from tridecode.backend.engine.grammars.service import MOST_TOGETHER, Grammars, Start
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.wire.messages import Sent, SequenceRequest, Submit
 from tridecode.backend.wire.structured_output import StructuredOutput
@@ -422,3 +425,52 @@ def test_a_panic_of_the_library_ends_its_request_and_no_thread(engine: OfflineEn
     finally:
         grammars._compiler = compiler
     assert re.fullmatch(f"{name} [a-c]{{2}}", text_of(answers(engine, [output])[0]))
+
+
+class _Compiler:
+    """Counts the matchers of each call; its matchers are None."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def compile(self, output: StructuredOutput) -> Any:
+        return _Free()
+
+    def advance(self, matchers: list[Any], tokens: list[int], masks: np.ndarray) -> list[None]:
+        self.sizes.append(len(matchers))
+        return [None] * len(matchers)
+
+
+class _Free:
+    """A matcher that allows everything."""
+
+    def copy(self) -> _Free:
+        return self
+
+    def accept(self, tokens: list[int]) -> None: ...
+
+    def fill(self, mask: np.ndarray) -> None: ...
+
+
+def test_the_masks_of_a_step_are_computed_together() -> None:
+    """A call for each mask would make threads take turns with the loop, and cost several times as much."""
+    compiler = _Compiler()
+    grammars = Grammars(compiler, 64, [1])
+    sequences = [SimpleNamespace(constraint=None) for _ in range(2 * MOST_TOGETHER + 3)]
+    starts = [Start(one, [1], [], []) for one in sequences]
+    try:
+        grammars.want("group", StructuredOutput("regex", "a"), starts)
+        wait_until(lambda: grammars.has_news, 60.0)
+        assert grammars.take_ready() == [("group", None)]
+        for _ in range(3):
+            for one in sequences:
+                grammars.advance(one, [5])
+            grammars.flush()
+            done: list[Any] = []
+            while grammars.outstanding:
+                done += grammars.settle(0.1)
+            assert sorted(map(id, done)) == sorted(map(id, sequences))
+        assert compiler.sizes == [MOST_TOGETHER, MOST_TOGETHER, 3] * 3
+        assert grammars.counts.masks == 3 * len(sequences)
+    finally:
+        grammars.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.base.garbage import freeze_objects
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.configuration.model_config import ModelConfig
@@ -137,12 +139,14 @@ def open_engine(job: Job) -> Iterator[Engine]:
             process.start()
         try:
             engine = _load(job, 0, meeting)
+            freeze_objects()  # as the serving process does
             yield engine
             engine.ranks.broadcast_plan(None)
             for process in others:
                 process.join(10.0)
             engine.ranks.close()
         finally:
+            gc.unfreeze()
             for process in others:
                 process.kill()
 
@@ -168,6 +172,7 @@ def _with_draft(job: Job, folder: Path) -> Job:
 
 def _follow(job: Job, rank: int, meeting: str) -> None:
     engine = _load(job, rank, meeting)
+    freeze_objects()
     engine.pin_host_memory()
     follow(engine, RankStatus())
     engine.ranks.close()
