@@ -163,8 +163,8 @@ class EngineConfig:
     )
     host_cache_bytes: int = setting(
         0,
-        "bytes of host memory, for all ranks of a node, in which blocks of the prefix cache outlive their "
-        "eviction and the engine (docs/guides/prefix_cache.md); 0: none",
+        "bytes of host memory of an engine, for all its ranks on a node, in which blocks of the prefix cache "
+        "outlive their eviction and the engine (docs/guides/prefix_cache.md); 0: none",
         _HOST_BYTES,
     )
     lora_path: str = setting(

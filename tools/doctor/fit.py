@@ -31,13 +31,15 @@ _MOST_RANKS = 64
 @dataclass(frozen=True)
 class Place:
     """Device of a rank. kind: "cuda" or "cpu". memory: bytes of its GPU, or what the machine has available.
-    devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known.
+    devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known. engines: number of
+    engines of the model, which share the machine's memory.
     """
 
     kind: str
     memory: int
     devices: int = 1
     capability: int | None = None
+    engines: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Fit:
     """Bytes are of one rank. libraries: an estimate. cache: of the rank with the fewest blocks; may be
     negative where not even the weights fit. sequences: (tokens of a sequence, how many fit). slots:
     max_sequences, as given or as the engine would choose it. cache_dtype: dtype of keys and values, such as
-    "fp16" or "int8". host_cache: host_cache_bytes, as given or as proposed for this machine; 0: none.
+    "fp16" or "int8". host_cache: host_cache_bytes, which each engine has, as given or as proposed for this
+    machine; 0: none.
     """
 
     ranks: list[RankMemory]
@@ -93,14 +96,14 @@ def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
     sequences = [(length, blocks // -(-length // config.block_tokens)) for length in lengths]
     dtype = config.data_type if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     size, slots = config.block_tokens, config.slots
-    host = config.host_cache_bytes or (_proposed_host_cache() if place.kind == "cuda" else 0)
+    host = config.host_cache_bytes or (_proposed_host_cache(place) if place.kind == "cuda" else 0)
     host = host if config.shares_prefixes else 0
     return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype, host)
 
 
-def _proposed_host_cache() -> int:
-    """Return half of the host memory that is available, in whole GiB."""
-    return available_memory() // 2 >> 30 << 30
+def _proposed_host_cache(place: Place) -> int:
+    """Return an engine's share of half of the available host memory, in whole GiB."""
+    return available_memory() // (2 * place.engines) >> 30 << 30
 
 
 def _libraries(place: Place, ranks: int) -> int:
@@ -158,14 +161,15 @@ def fit_findings(
             "host_cache_bytes 0, or a prefix cache that requests share",
             "Set host_cache_bytes to 0, or prefix_cache to true and cache_scope to all or salt.",
         )
-    elif config.host_cache_bytes > available_memory():
+    elif config.host_cache_bytes * place.engines > available_memory():
+        engines = f"for each of {place.engines} engines" if place.engines > 1 else "for one engine"
         yield Finding(
             "warning",
             where,
-            f"host_cache_bytes {in_words(config.host_cache_bytes)}; the machine has "
+            f"host_cache_bytes {in_words(config.host_cache_bytes)} {engines}; the machine has "
             f"{in_words(available_memory())} of memory available",
             "a host tier within the memory, else the engine runs without it",
-            f"Set host_cache_bytes to {_proposed_host_cache()} or less.",
+            f"Set host_cache_bytes to {_proposed_host_cache(place)} or less.",
         )
     usual = min(USUAL_TOKENS, found.longest)
     room = found.blocks // -(-usual // found.block_tokens)

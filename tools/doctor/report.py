@@ -101,7 +101,7 @@ def _memory(where: str, fit: Fit) -> Table:
     )
     if fit.fits and fit.host_cache:
         table.caption += (
-            f"; host_cache_bytes {fit.host_cache} of a host tier: {fit.host_tokens:,} tokens more"
+            f"; with host_cache_bytes {fit.host_cache} a host tier holds {fit.host_tokens:,} tokens more"
         )
     return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
@@ -223,6 +223,7 @@ def sharing_findings(engines: Sequence[Engine], places: Sequence[Place]) -> Iter
 
 def engine_fit(engine: Engine, place: Place) -> tuple[Fit | None, list[Finding]]:
     """Return the engine's memory requirements and the findings about them."""
+    place = replace(place, engines=max(num_engines(engine.groups), 1))
     try:
         found = fit(engine.model, engine.config, place)
         return found, list(fit_findings(engine.where, engine.model, engine.config, place, found))

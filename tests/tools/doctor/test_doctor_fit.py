@@ -181,6 +181,16 @@ def test_a_host_tier_is_proposed_for_a_gpu_within_the_memory_of_the_machine(monk
     )
 
 
+def test_engines_of_one_machine_share_the_memory_for_host_tiers(monkeypatch):
+    monkeypatch.setattr("tridecode.tools.doctor.fit.available_memory", lambda: 101 * GIB)
+    place, config = Place("cuda", 80 * GIB, engines=4), replace(BF16, max_sequences=16)
+    assert fit(LLAMA_8B, config, place).host_cache == 12 * GIB
+    large = replace(config, host_cache_bytes=26 * GIB)
+    (finding,) = fit_findings("where", LLAMA_8B, large, place, fit(LLAMA_8B, large, place))
+    assert "26.00 GiB for each of 4 engines" in finding.found
+    assert finding.fix == f"Set host_cache_bytes to {12 * GIB} or less."
+
+
 @pytest.mark.parametrize("change", [{"prefix_cache": False}, {"cache_scope": "none"}])
 def test_no_host_tier_is_proposed_where_no_request_shares_blocks(monkeypatch, change):
     monkeypatch.setattr("tridecode.tools.doctor.fit.available_memory", lambda: 101 * GIB)
