@@ -1,4 +1,4 @@
-"""The blocks of the paged cache: users, identities, order of eviction. Host only, without torch.
+"""Tracks users, identities and eviction order of the blocks of the paged cache. Host only, without torch.
 
 A block with an identity (block_keys.py) outlives its users: it stays cached until it is evicted.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from tridecode.backend.engine.cache.block_keys import BlockHasher
 
-_BLOCK_BITS = 32  # of an entry in the queue of eviction; the time is above them
+_BLOCK_BITS = 32  # low bits of an entry of the eviction heap; the bits above are the time
 
 
 class BlockIndex:
@@ -33,9 +33,9 @@ class BlockIndex:
         self._keys: list[bytes | None] = [None] * num_blocks  # identity of each block
         self._parents = [-1] * num_blocks  # block with an identity -> previous block; -1: first of its chain
         self._children = [0] * num_blocks  # number of indexed blocks that follow
-        self._released = [0] * num_blocks  # time at which it lost its last user
+        self._released = [0] * num_blocks  # time at which each block lost its last user
         self._clock = 0  # number of calls of `release`
-        #: heap of time << _BLOCK_BITS | block, of the blocks that may be evicted and of some that may not
+        #: eviction heap of time << _BLOCK_BITS | block: all blocks that may be evicted, and outdated entries
         self._leaves: list[int] = []
 
     @property
@@ -45,8 +45,8 @@ class BlockIndex:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks without a user: free ones, and cached ones. Eviction frees the latter,
-        except while an indexed block that follows has a user and they have none (host_tier/tier.py).
+        """Return the number of blocks without a user, free or cached. Eviction frees cached ones, except a
+        block that is followed by an indexed block with a user (host_tier/tier.py).
         """
         return len(self._free) + self.num_cached
 
@@ -106,10 +106,10 @@ class BlockIndex:
     # ------------------------------------------------------------ identities
 
     def insert(self, parent: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
-        """Give consecutive blocks, which must be in use, their identities. parent: the identity of an indexed
-        block, or a root. If another block already has an identity, it keeps it.
+        """Assign identities to consecutive blocks, which must be in use. A block that already has one of the
+        identities keeps it. parent: the identity of an indexed block, or a root.
 
-        Returns the blocks that have the identities.
+        Returns the block of each identity.
         """
         before, indexed = self._blocks.get(parent, -1), []
         for key, block in zip(keys, blocks):
@@ -146,15 +146,15 @@ class BlockIndex:
         return self._users[block] == 1 and self._children[block] == 0
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Remove the identities of consecutive blocks, the last first; blocks without a user become free. A
-        block that is followed by indexed blocks keeps its identity.
+        """Remove the identities of consecutive blocks, from the last to the first; blocks without a user
+        become free. A block keeps its identity if an indexed block follows it.
         """
         for block in reversed(blocks):
             if self._keys[block] is not None and self._children[block] == 0:
                 self._remove(block)
 
     def evict(self, count: int) -> None:
-        """Evict `count` cached blocks, or as many as possible."""
+        """Evict `count` cached blocks, or fewer if no more can be evicted."""
         while count > 0 and self._leaves:
             entry = heapq.heappop(self._leaves)
             if self._is_leaf(entry):

@@ -2,8 +2,8 @@
 
 Forks, samples of one prompt and rounds of a session are users of the same blocks in the index. A full block
 is never written again. A shared partial block is copied for the fork before its next token, unless the other
-users are gone by then. A block with an identity outlives its sequence until it is evicted; prompts and
-answers (prefix_cache.py) and sessions (sessions.py) give identities.
+users are gone by then. A block with an identity outlives its sequence until it is evicted. Prompts and
+answers (prefix_cache.py) and sessions (sessions.py) assign identities.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CacheManager:
         self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
 
     def track_drafter(self) -> None:
-        """Note from now on which blocks the drafter's cache lacks."""
+        """Start to track which blocks the drafter's cache lacks."""
         self.draft_keys = self.prefixes.draft_keys = DraftKeys(self.block_tokens)
         if self.tier is not None:
             self.tier.draft_keys = self.draft_keys
@@ -255,7 +255,7 @@ class CacheManager:
         return sequence.group.chain is not None and length // size > sequence.num_known // size
 
     def forget(self, sequence: Sequence) -> None:
-        """Note that the blocks of a sequence may hold wrong values: nobody finds them any more."""
+        """Remove the identities of a sequence's blocks, which may hold wrong values."""
         self.prefixes.forget(sequence)
 
     def release(self, sequence: Sequence, kept: bool = True) -> None:

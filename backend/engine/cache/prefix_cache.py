@@ -1,9 +1,9 @@
 """Reuse of blocks between requests: which blocks a sequence finds, and which it adds. Host only, no torch.
 
-A full block gets its identity with the plan that writes it: later plans run after that one, so they may read
-it. Blocks of answers get theirs when the sequence gives them back, by its end or by a preemption. Rounds of
-sessions share their full blocks, too, except those with a ring (sessions.py). Requests with a prompt table of
-their own are outside: their blocks are cleared when they are released.
+A full block of a prompt gets its identity with the plan that writes it: later plans run after that one, so
+they may read the block. A block of an answer gets its identity when the sequence ends or is preempted. Rounds
+of sessions share their full blocks, too, except those with a ring (sessions.py). Requests that send a prompt
+table neither use nor fill the index: their blocks are cleared when they are released.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """The scheduler's side of the index. Sequence.num_indexed counts the leading blocks of a sequence that
-    have an identity; Sequence.mask is that of its context, since its admission.
+    """The scheduler's side of the index. Sequence.num_indexed is the number of leading blocks that have an
+    identity. `find` sets Sequence.mask, the mask of the sequence's context (block_keys.py).
     """
 
     def __init__(self, index: BlockIndex, block_tokens: int):
@@ -65,7 +65,8 @@ class PrefixCache:
         return running is not None
 
     def is_brought(self, sequence: Sequence, found: list[int], needed: int) -> bool:
-        """Return whether blocks behind the found ones are being copied from the host tier into the cache.
+        """Return whether blocks behind `found` are being copied from the host tier into the cache; start that
+        copy if it pays.
 
         needed: blocks of the whole sequence.
         """
@@ -80,8 +81,8 @@ class PrefixCache:
         return self.tier.brings(sequence, parent, keys, found, needed)
 
     def expect(self, sequence: Sequence, found: int) -> None:
-        """Note that an admitted sequence, which has found its first `found` blocks, will write the others of
-        its prompt.
+        """Record that an admitted sequence, which has found its first `found` blocks, will write the other
+        full blocks of its prompt.
         """
         sequence.num_indexed, sequence.awaited = found, 0
         chain = sequence.group.chain
@@ -102,7 +103,9 @@ class PrefixCache:
         return keys, chain._replace(keys=(chain.keys + sequence.answer_keys)[:blocks])
 
     def written(self, sequence: Sequence, length: int) -> int:
-        """Return how many of a sequence's tokens planned steps certainly write, at most `length`."""
+        """Return how many of a sequence's first `length` tokens the planned steps write for certain: a step
+        may reject drafts.
+        """
         return min(length, sequence.num_known - 1) if sequence.unsettled else length
 
     def index_written(self, sequence: Sequence, length: int) -> tuple[int, list[int]]:
@@ -135,8 +138,8 @@ class PrefixCache:
         self._arrive(sequence, self._keys(sequence, sequence.num_indexed, len(sequence.group.chain.keys)))
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove the identities of a sequence's blocks, which may hold wrong values, unless an indexed block
-        follows.
+        """Remove the identities of a sequence's blocks, which may hold wrong values. A block that is followed
+        by an indexed block keeps its identity.
         """
         if sequence.group.chain is not None:
             self._index.forget(sequence.blocks[: sequence.num_indexed])
@@ -145,7 +148,7 @@ class PrefixCache:
             self._arrive(sequence, self._keys(sequence, 0, len(sequence.group.chain.keys)))
 
     def _arrive(self, sequence: Sequence, keys: list[bytes]) -> None:
-        """Expect blocks no longer from this sequence."""
+        """Stop expecting blocks from this sequence."""
         coming = self._coming
         if coming:
             for key in keys:
@@ -171,8 +174,8 @@ class PrefixCache:
 def context_of(group: SequenceGroup, shift: int) -> Context:
     """Return what the keys and values of the group's tokens depend on. shift: added to rotary positions.
 
-    The salt is that of a session's row, for blocks that it shares with nobody; that of a request is in the
-    root of its chain.
+    The salt is that of a session's row; it separates the blocks that the row shares with nobody. The salt of
+    a request is in the root of its chain.
     """
     row, prompt = group.row, -1 if group.learned is None else group.learned.number
     if row is None:

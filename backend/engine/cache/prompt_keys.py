@@ -42,8 +42,8 @@ class PromptHasher:
     def keys(self, submit: Submit) -> list[PromptKeys | None]:
         """Return the keys of each prompt of a request; None for a prompt that does not enter the index.
 
-        Prompts of sessions are known to the scheduler only, see `of`. A table that the request sends is
-        not part of any key.
+        Prompts with a table of their own do not enter it. Only the scheduler knows the whole prompts of
+        sessions; it calls `of`.
         """
         if submit.session is not None:
             return [None] * len(submit.sequences)

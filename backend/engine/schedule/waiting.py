@@ -8,11 +8,11 @@ from collections.abc import Callable
 from tridecode.backend.engine.schedule.admission import LazyHeap
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage
 
-#: sequences that a sequence behind them may pass over
+#: maximum number of sequences that a sequence behind them overtakes at once
 MOST_PASSED = 16
-#: number of times that a sequence may be overtaken; then nothing behind it is admitted before it
+#: maximum number of times that a sequence is overtaken; then those behind it wait
 MOST_OVERTAKEN = 64
-#: admissions for which the queue is not searched again after a search for a cached prompt has found none
+#: calls of `admit` without a search for cached prompts after a search that found none
 _REST = 8
 
 
@@ -20,9 +20,9 @@ class Admission(enum.Enum):
     """The outcome of an attempt to admit a sequence."""
 
     DONE = 0
-    NO_SLOT = 1  # nor for any other sequence; or it waits for its tokens in flight
+    NO_SLOT = 1  # no sequence can be admitted now
     NO_BLOCKS = 2
-    COMING = 3  # a running prompt is computing its blocks, or a thread its mask
+    COMING = 3  # a running prompt computes its blocks, a copy brings them, or a thread computes its mask
 
 
 class WaitingQueue:
