@@ -165,9 +165,10 @@ class DraftPlanner:
             max(totals) if verifies else 0,
         )
 
-    def plan_ahead(self, plan: StepPlan) -> None:
+    def plan_ahead(self, plan: StepPlan, prompts_follow: bool = False) -> None:
         """Add the part Drafting and the blocks of its drafts to a plan with its final slots, if there is a
-        planned drafter and drafts after this step are worth their time."""
+        planned drafter and drafts after this step are worth their time. prompts_follow: whether the next step
+        has prompts, so that it verifies nothing."""
         learning, cache = self.learning, self._cache
         if learning is None or not learning.planned:
             return
@@ -175,21 +176,22 @@ class DraftPlanner:
             if sequence.draft_record is not None and sequence.constraint is None:
                 sequence.draft_record.ahead = 0
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
-        chosen, columns = [], plan.block_tables.shape[1]
+        chosen, columns, has_prompts = [], plan.block_tables.shape[1], plan.num_decodes < plan.num_rows
         if rows and not self._limits.long_prompt_tokens:
             sequences = [plan.sequences[row] for row in rows]
-            counts = self._counts_ahead(learning, plan, rows, sequences)
+            counts = self._counts_ahead(learning, plan, rows, sequences, not prompts_follow)
             count = max(1, *counts)
             for row, sequence, most in zip(rows, sequences, counts):
                 tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
-                wants = most > 0 or (may_draft(sequence) and learning.keeps(sequence))
+                keeps = not has_prompts and may_draft(sequence) and learning.keeps(sequence)
+                wants = most > 0 or keeps
                 is_short = tokens <= self._limits.max_sequence_tokens
                 if wants and is_short and cache.extend(sequence, tokens) >= tokens:
                     chosen.append(row)
                     columns = max(columns, -(-tokens // cache.block_tokens))
                     assert record is not None
                     record.ahead = most
-        is_read = plan.num_decodes < plan.num_rows or (learning.reads_rows and plan.queries > 0)
+        is_read = has_prompts or (learning.reads_rows and plan.queries > 0)
         if self._reads is not None and not is_read:
             drafted = set(chosen)
             for row, sequence in enumerate(plan.sequences):  # the drafter does not read their tokens
@@ -200,13 +202,13 @@ class DraftPlanner:
             plan.parts.append(Drafting(count, np.array(chosen, np.int32), learning.least_match))
 
     def _counts_ahead(
-        self, learning: Learning, plan: StepPlan, rows: list[int], sequences: list[Sequence]
+        self, learning: Learning, plan: StepPlan, rows: list[int], sequences: list[Sequence], may: bool
     ) -> list[int]:
         """Return how many drafts of each of these rows the drafter computes behind a step; let it read what
-        it has missed before."""
+        it has missed before. may: whether the next step may verify drafts."""
         budget = self._limits.max_sequences - len(rows)
         mosts = [0 if one.constraint is not None else self._most(one, max(budget, 1)) for one in sequences]
-        may = budget > 0 and learning.may_draft(len(rows))
+        may = may and budget > 0 and learning.may_draft(len(rows))
         if self._reads is not None:
             if may and plan.num_decodes == plan.num_rows:
                 self._reads.plan(plan, rows, sequences, mosts, learning)

@@ -163,7 +163,7 @@ class Planner:
                 plan.parts.append(copies)
         if self.drafts is not None and self.drafts.learning is not None:
             self.drafts.learning.begin_step(plan)
-            self.drafts.plan_ahead(plan)
+            self.drafts.plan_ahead(plan, self._prefill.goes_on)
         for chunk in chunks:
             self.cache.index_written(chunk.sequence)
             self.counters.computed_prompt_tokens += chunk.num_tokens

@@ -69,6 +69,11 @@ class PrefillPlanner:
         self._refused = False  # one was refused
         self._put_off = 0  # consecutive steps without the waiting prompts of the lowest priority
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether the next step has a chunk of a prompt, whatever is admitted."""
+        return any(one.group.search is None and not is_background(one) for one in self.prefilling)
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
         self.prefilling = [one for one in self.prefilling if one is not sequence]

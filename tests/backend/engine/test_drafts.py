@@ -208,3 +208,34 @@ def test_beams_and_rows_of_one_token_share_steps_with_drafts():
 
 def test_the_plans_limit_is_that_of_the_kernels():
     assert MOST_QUERIES == operands.MOST_QUERIES
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_nothing_is_drafted_for_a_step_that_has_prompts(keeps_cache: bool) -> None:
+    """A step with a chunk of a prompt verifies nothing."""
+    run = Run(limits(max_sequences=8, max_step_tokens=16, num_blocks=60, max_sequence_tokens=80))
+    source = DeviceDrafter(np.random.default_rng(0))
+    learning = Learning(DepthPolicy(None, 4), None, planned=DRAFT_MODEL, keeps_cache=keeps_cache)
+    run.scheduler.planner.use_drafter(source, learning)
+    run.device.propose, plan_next = source.propose, run.scheduler.plan  # type: ignore[assignment]
+    plans: list[StepPlan] = []
+
+    def planned() -> StepPlan | None:
+        plan = plan_next()
+        if plan is not None:
+            plans.append(plan)
+        return plan
+
+    run.scheduler.plan = planned  # type: ignore[method-assign]
+    run.submit(1, [3, 4], max_tokens=40, seed=1)
+    for _ in range(4):
+        run.step()
+    run.submit(2, [5 + i % 7 for i in range(60)], max_tokens=4, seed=2)
+    run.finish()
+    has_prompts = [plan.num_decodes < plan.num_rows for plan in plans]
+    drafts = [plan.part(Drafting) is not None for plan in plans]
+    inner = [place for place, both in enumerate(zip(has_prompts, has_prompts[1:])) if all(both)]
+    assert len(inner) >= 3 and not any(drafts[place] for place in inner)
+    assert drafts[inner[-1] + 1], "the step behind the last chunk verifies"
+    assert sum(drafts) > 5
+    assert run.tokens[1, 0] == expected([3, 4], 40, seed=1)
