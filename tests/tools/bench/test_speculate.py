@@ -44,7 +44,7 @@ def test_a_draft_model_is_measured_with_its_own_drafts_and_forced_ones(tmp_path)
     (path,) = tmp_path.glob("*.json")
     assert path.name == "speculate-toy-toy.json"
     rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
-    assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts", "own drafts"]
+    assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts", "greedy", "own drafts"]
     assert all(row["same_text"] and row["step_ms"] > 0 for row in rows.values())
     assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
     assert rows["forced"]["drafted"] > rows["forced"]["accepted"] > 40

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from tridecode.backend.base.errors import ConfigError
@@ -25,8 +26,12 @@ from tridecode.tools.progress import spinner
 
 #: kind of run -> the kind that its ratios refer to
 KINDS = {"plain": "plain", "forced": "plain", "sampled": "sampled", "sampled, drafts": "sampled"}
-#: kind of run with the drafter's own drafts, greedily
-OWN = {"own drafts": "plain"}
+#: kinds of runs with a draft model or a trained drafter: its own drafts, greedily
+OWN = {"greedy": "greedy", "own drafts": "greedy"}
+#: Temperature of plain and forced runs. Rounding depends on the number of rows of a step and changes a greedy
+#: text where two logits are close, everywhere with random weights. Here the noise of the draws decides the text,
+#: so that it is that of the forced drafts.
+_NOISE = 1000.0
 _COLUMNS = {
     "tokens_per_step": "tok/step",
     "step_ms": "ms",
@@ -88,21 +93,23 @@ def _batch(engine: Engine, plan: SpeculatePlan, job: Job, batch: int, say: Any) 
     runner, end_id = SpeculationRunner(engine), engine.model_config.end_id
     count = job.output_tokens
     greedy = SamplingParams(max_tokens=count, min_tokens=count, end_id=end_id)
-    sampled = SamplingParams(max_tokens=count, min_tokens=count, end_id=end_id, top_k=0)
+    sampled = replace(greedy, top_k=0)
+    noisy = replace(sampled, temperature=_NOISE)
     prompts = random_prompts(batch, job.prompt_tokens, engine.model_config.vocab_size, job.seed)
     drafter, kinds = engine.drafter, {**KINDS, **(OWN if job.draft else {})}
     assert drafter is not None
-    answers = runner.run(prompts, greedy, False).tokens  # also the warm-up
+    answers = runner.run(prompts, noisy, False).tokens  # also the warm-up
     runs: dict[str, list[Ran]] = {kind: [] for kind in kinds}
     for number in range(plan.repeats):
         say(f"{batch} sequences, run {number + 1} of {plan.repeats}")
-        runs["plain"].append(runner.run(prompts, greedy, False))
+        runs["plain"].append(runner.run(prompts, noisy, False))
         engine.drafter = ForcedDrafts(engine, drafter, plan.right, list(zip(prompts, answers)))
         try:
-            runs["forced"].append(runner.run(prompts, greedy, True, plan.drafts))
+            runs["forced"].append(runner.run(prompts, noisy, True, plan.drafts))
         finally:
             engine.drafter = drafter
         if job.draft:
+            runs["greedy"].append(runner.run(prompts, greedy, False))
             runs["own drafts"].append(runner.run(prompts, greedy, True))
         runs["sampled"].append(runner.run(prompts, sampled, False))
         runs["sampled, drafts"].append(runner.run(prompts, sampled, True))
