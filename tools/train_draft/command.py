@@ -30,6 +30,9 @@ def train_draft(
     ] = "heads",
     depth: Annotated[int, typer.Option(min=1, max=15, help="Drafts per step.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int, typer.Option(min=0, max=4096, help="CPU threads; 0: one per processor, as torch chooses.")
+    ] = 0,
     tokens: Annotated[
         int | None,
         _texts(
@@ -104,7 +107,7 @@ def train_draft(
     plan = Plan(depth, width, epochs, batch, rate or RATES[kind], seed)
     job = Job(
         model, output, kind, plan, layers, tokens or 0, text_tokens, held_back, temperature, prompts,
-        prompt_tokens, device,
+        prompt_tokens, device, threads,
     )  # fmt: skip
     info = train(job, console)
     for number, found in enumerate(info.tokens_per_step, 1):

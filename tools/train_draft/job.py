@@ -14,7 +14,7 @@ from tridecode.tools.train_draft.training import Plan
 class Job:
     """The options of the command. layers: of a draft model. tokens: of the texts, about; 0: by device.
     answer_tokens: of each answer, at most. prompts: file of prompts; None: drawn from the target. held_back:
-    prompts that are not trained on. dtype: of the file."""
+    prompts that are not trained on. threads: of torch on the CPU; 0: torch's choice. dtype: of the file."""
 
     model: str
     output: Path
@@ -28,4 +28,5 @@ class Job:
     prompts: Path | None = None
     prompt_tokens: int = 256
     device: str = "auto"
+    threads: int = 0
     dtype: torch.dtype = torch.bfloat16

@@ -27,6 +27,8 @@ _REPEATS = 8
 
 def train_draft(job: Job, console: Console) -> DraftInfo:
     """Train a drafter and write it to job.output. Raises ConfigError, CheckpointError, UnsupportedError."""
+    if job.threads:
+        torch.set_num_threads(job.threads)
     longest = (SEED_TOKENS if job.prompts is None else job.prompt_tokens) + job.answer_tokens + 1
     with open_target(job.model, job.device, longest) as target:
         job = replace(job, tokens=job.tokens or _TOKENS[target.device.type])

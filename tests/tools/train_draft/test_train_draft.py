@@ -104,6 +104,19 @@ def test_heads_learn_what_the_target_writes(learnt: Path, prompts: Path, tmp_pat
     assert again == info and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_torch_uses_the_given_number_of_threads(learnt: Path, prompts: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        small = ("--tokens", 256, "--held-back", 4, "--epochs", 1, "--batch", 128, "--depth", 1)
+        train(learnt, tmp_path / "heads", "--prompts", prompts, *small)
+        assert torch.get_num_threads() == 2
+        train(learnt, tmp_path / "more", "--prompts", prompts, *small, "--threads", 1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def plain_tokens_per_step(folder: Path, model: torch.nn.Module, texts: list[Text], depth: int) -> float:
     """Decode each text step by step with the drafts of the files' tensors, in float64."""
     tensors = {name: x.double().numpy() for name, x in load_file(folder / TENSORS_FILE).items()}
