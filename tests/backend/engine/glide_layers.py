@@ -29,7 +29,12 @@ def random_glide(model: nn.Module, depth: int = 3, width: int = 40, seed: int = 
 
 
 def trained_glide(
-    model: nn.Module, texts: list[Text], depth: int = 3, epochs: int = 120, device: str = "cpu"
+    model: nn.Module,
+    texts: list[Text],
+    depth: int = 3,
+    epochs: int = 120,
+    device: str = "cpu",
+    rate: float = 5e-3,
 ) -> TrainedDraft:
     """A GLIDE layer that knows most of these texts by heart."""
     longest = max(len(text.ids) for text in texts) + 1
@@ -43,7 +48,7 @@ def trained_glide(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other at every tiny product
     try:
-        train_glide(glide, texts, seen, head, None, Plan(depth, epochs=epochs, batch=1024, rate=5e-3))
+        train_glide(glide, texts, seen, head, None, Plan(depth, epochs=epochs, batch=1024, rate=rate))
     finally:
         torch.set_num_threads(threads)
     return TrainedDraft(info, {name: x.detach().cpu() for name, x in glide.state_dict().items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.backend.engine.offline_models import prompts_of
@@ -11,6 +12,7 @@ from tests.backend.engine.test_lookup import learning_of
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.weights.draft_files import TrainedDraft
 from tridecode.backend.wire.messages import SamplingParams
+from tridecode.tools.train_draft.texts import Text
 
 LENGTHS = [1, 7, 30, 33, 9]
 NEW = 40
@@ -24,6 +26,14 @@ def drafting(model, speculation: str, **settings) -> OfflineEngine:
     assert learning.policy.costs is not None and learning.policy.costs.several
     learning.policy.costs = None
     return offline
+
+
+def own_texts(model, prompts: list[list[int]], **settings) -> list[Text]:
+    """Return greedy answers of an engine with these settings: in 16 bit they differ from those in fp32."""
+    done = generate(
+        gpu_engine(model, keep_logits=False, **{**SIZES, **settings}), prompts, SamplingParams(max_tokens=NEW)
+    )
+    return [Text(np.array(prompt + one.tokens, np.int32), len(prompt)) for prompt, one in zip(prompts, done)]
 
 
 def check_answers(name: str, kind: str, trained: TrainedDraft, graphs: bool, drafter: type) -> None:

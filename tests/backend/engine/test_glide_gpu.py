@@ -7,7 +7,7 @@ import pytest
 from tests.backend.engine.draft_heads import greedy_texts
 from tests.backend.engine.glide_layers import PaperGlide, random_glide, trained_glide
 from tests.backend.engine.glide_proposals import check_proposals, recorded
-from tests.backend.engine.gpu_drafting import LENGTHS, NEW, check_answers, drafting
+from tests.backend.engine.gpu_drafting import LENGTHS, NEW, check_answers, drafting, own_texts
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_steps import generate
 from tests.backend.engine.test_engine_gpu import MODELS
@@ -63,10 +63,9 @@ def test_graphs_draft_what_single_launches_draft(graphs: bool) -> None:
 def test_sixteen_bit_layers_read_caches_of_16_and_8_bits(kind: str) -> None:
     model = MODELS["llama, head 128"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
-    trained = trained_glide(model, greedy_texts(model, prompts, NEW))
-    offline = drafting(
-        MODELS["llama, head 128"](), "glide", trained=trained, data_type="bf16", kv_cache_dtype=kind
-    )
+    settings = {"data_type": "bf16", "kv_cache_dtype": kind}
+    trained = trained_glide(model, own_texts(MODELS["llama, head 128"](), prompts, **settings))
+    offline = drafting(MODELS["llama, head 128"](), "glide", trained=trained, **settings)
     done = generate(offline, prompts, SamplingParams(max_tokens=NEW), depth=2)
     assert all(len(one.tokens) == NEW for one in done)
     learning = learning_of(offline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.backend.engine.draft_heads import greedy_texts, trained_heads
-from tests.backend.engine.gpu_drafting import LENGTHS, NEW, check_answers, drafting
+from tests.backend.engine.gpu_drafting import LENGTHS, NEW, check_answers, drafting, own_texts
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_steps import generate
 from tests.backend.engine.test_engine_gpu import MODELS
@@ -29,7 +29,8 @@ def test_answers_keep_their_tokens(name: str, graphs: bool) -> None:
 def test_sixteen_bit_heads_draft(dtype: str) -> None:
     model = MODELS["llama, head 128"]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
-    _, trained = trained_heads(model, greedy_texts(model, prompts, NEW), epochs=60)
+    texts = own_texts(MODELS["llama, head 128"](), prompts, data_type=dtype)
+    _, trained = trained_heads(model, texts, epochs=60)
     offline = drafting(MODELS["llama, head 128"](), "heads", trained=trained, data_type=dtype)
     done = generate(offline, prompts, SamplingParams(max_tokens=NEW), depth=2)
     assert all(len(one.tokens) == NEW for one in done)

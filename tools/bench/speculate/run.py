@@ -28,9 +28,8 @@ from tridecode.tools.progress import spinner
 KINDS = {"plain": "plain", "forced": "plain", "sampled": "sampled", "sampled, drafts": "sampled"}
 #: kinds of runs with a draft model or a trained drafter: its own drafts, greedily
 OWN = {"greedy": "greedy", "own drafts": "greedy"}
-#: Temperature of plain and forced runs. Rounding depends on the number of rows of a step and changes a greedy
-#: text where two logits are close, everywhere with random weights. Here the noise of the draws decides the text,
-#: so that it is that of the forced drafts.
+#: Temperature of plain and forced runs: the noise of the draws decides their texts. Rounding depends on the
+#: number of rows of a step and changes greedy texts where logits are close, as those of random weights are.
 _NOISE = 1000.0
 _COLUMNS = {
     "tokens_per_step": "tok/step",
