@@ -36,9 +36,11 @@ def own_texts(model, prompts: list[list[int]], **settings) -> list[Text]:
     return [Text(np.array(prompt + one.tokens, np.int32), len(prompt)) for prompt, one in zip(prompts, done)]
 
 
-def check_answers(name: str, kind: str, trained: TrainedDraft, graphs: bool, drafter: type) -> None:
+def check_answers(
+    name: str, kind: str, trained: TrainedDraft, graphs: bool, drafter: type, share: float = 0.3
+) -> None:
     """Compare a trained drafter's answers with those of an engine without drafts, and look that it drafts
-    well, in graphs where they are on."""
+    well, in graphs where they are on. share: of greedy drafts that must be right, at least."""
     model = MODELS[name]()
     prompts = prompts_of(LENGTHS, model.config.vocab_size)
     for params in (SamplingParams(max_tokens=NEW), SAMPLED):
@@ -52,6 +54,6 @@ def check_answers(name: str, kind: str, trained: TrainedDraft, graphs: bool, dra
                 assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
         assert learning.drafted[kind] > 60
         if isinstance(params, SamplingParams):
-            assert learning.accepted[kind] > 0.3 * learning.drafted[kind]
+            assert learning.accepted[kind] > share * learning.drafted[kind]
         found = offline.engine.drafter
         assert isinstance(found, drafter) and (found.replayed > 20) == graphs
