@@ -7,7 +7,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import ConfigError
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.speculate.run import SpeculatePlan, batches_of, run_speculate
@@ -63,6 +66,21 @@ def test_a_random_trained_drafter_is_measured_with_forced_drafts(tmp_path, kind:
     rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
     assert list(rows) == ["plain", "forced", "sampled", "sampled, drafts"]
     assert all(row["same_text"] and row["step_ms"] > 0 for row in rows.values())
+    assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
+
+
+def test_a_checkpoint_of_train_draft_is_a_draft_model(tmp_path) -> None:
+    model = FAMILIES["gpt2"](**FAMILIES["gpt2"].shared)
+    folder = save(model, tmp_path / "hf")
+    plan_conversion(open_checkpoint(str(folder))).write(tmp_path / "weights")
+    job = make_job(
+        "toy", tmp_path / "weights", None, device="cpu", batches=(64,), prompt_tokens=8,
+        output_tokens=33, speculation="draft", draft=str(folder),
+    )  # fmt: skip
+    run_speculate(SpeculatePlan((1,), 4, 2, 1), job, tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.json")
+    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]["rows"]}
+    assert rows["own drafts"]["accepted"] >= 0.9 * rows["own drafts"]["drafted"]
     assert rows["forced"]["tokens_per_step"] == pytest.approx(3.0, abs=0.3)
 
 

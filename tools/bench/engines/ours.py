@@ -27,6 +27,8 @@ from tridecode.backend.engine.ranks.parallel import ProcessRanks, Ranks, SingleR
 from tridecode.backend.models import model_config_ini, read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.backend.weights.draft_files import TRAINED
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.loop_runner import LoopRunner
@@ -152,8 +154,8 @@ def open_engine(job: Job) -> Iterator[Engine]:
 
 
 def _with_draft(job: Job, folder: Path) -> Job:
-    """Return the job with the weight directory of its draft model. The directory of a preset has only
-    config.ini.
+    """Return the job with the weight directory of its draft model: a checkpoint is converted, and the
+    directory of a preset has only config.ini.
 
     Raises ConfigError if one of the two models has random weights and the other comes from files.
     """
@@ -161,9 +163,13 @@ def _with_draft(job: Job, folder: Path) -> Job:
         return job
     if Path(job.draft).is_dir() == bool(job.preset):
         raise ConfigError(f"--draft is {job.draft}; wanted a folder with --model, and a preset with --preset")
-    if not job.preset:
-        return replace(job, draft=str(weight_directory(job.draft)))
     draft = folder / "draft"
+    if not job.preset:
+        given = weight_directory(job.draft)
+        if (given / "config.json").is_file() and not (given / "config.ini").is_file():
+            plan_conversion(open_checkpoint(str(given))).write(draft)  # of train-draft
+            given = draft
+        return replace(job, draft=str(given))
     draft.mkdir()
     text = model_config_ini(preset(job.draft).model, job.tensor_para_size)
     (draft / "config.ini").write_text(text, encoding="utf-8")

@@ -32,7 +32,8 @@ def speculate(
         str,
         typer.Option(
             metavar="MODEL",
-            help="Draft model: a preset with --preset, a weight directory with --model; default: lookup.",
+            help="Draft model: a preset with --preset, a weight directory or checkpoint with --model; "
+            "default: lookup.",
         ),
     ] = "",
     heads: Annotated[
