@@ -16,7 +16,8 @@ class ExtraOutputs:
     planned: positions of the prompt whose logits were planned; they run once, also if the sequence is
     preempted. The others are results that no event has carried yet.
 
-    context: (n, V) float32 bytes. generation: (n, V) float32 bytes. log_prob: of the prompt so far.
+    drafted, accepted: draft counts of an engine that is gone and had begun the request. context: (n, V)
+    float32 bytes. generation: (n, V) float32 bytes. log_prob: of the prompt so far.
     """
 
     planned: int = 0
@@ -27,6 +28,8 @@ class ExtraOutputs:
     blocks: int = 0  # most cache blocks held at a time
     reused: int = 0  # of them, found in the cache
     missed: int = 0  # of those of the prompt, not found
+    drafted: int = 0
+    accepted: int = 0
     context: list[bytes] = field(default_factory=list)
     generation: list[bytes] = field(default_factory=list)
     log_prob: float = 0.0
@@ -43,8 +46,8 @@ class ExtraOutputs:
     def take(
         self, params: SamplingParams, num_tokens: int, finished: bool, drafts: tuple[int, int] = (0, 0)
     ) -> EventExtra | None:
-        """Return what the next event carries, or None. num_tokens: of the event. drafts: how many were
-        verified for the sequence, and how many were right."""
+        """Return what the next event carries, or None. num_tokens: of the event. drafts: how many
+        this engine has verified for the sequence, and how many were right."""
         perf = None
         if params.return_perf_metrics and (num_tokens or finished):
             perf = self._perf(num_tokens > 0, drafts)
@@ -62,4 +65,6 @@ class ExtraOutputs:
             self.first_ns = self.first_ns or self.last_ns
         new = self.blocks - self.reused
         times = self.arrived_ns, self.scheduled_ns, self.first_ns, self.last_ns
-        return Perf(*times, new, self.reused, *drafts, self.missed)
+        verified, right = drafts
+        counts = self.drafted + verified, self.accepted + right
+        return Perf(*times, new, self.reused, *counts, self.missed)

@@ -127,6 +127,7 @@ def _restore_perf(extra: ExtraOutputs, sent: Sent) -> None:
     extra.first_ns, extra.last_ns = sent.perf.first_token_ns, sent.perf.last_token_ns
     extra.blocks, extra.reused = sent.perf.new_blocks + sent.perf.reused_blocks, sent.perf.reused_blocks
     extra.missed = sent.perf.missed_blocks
+    extra.drafted, extra.accepted = sent.perf.draft_tokens, sent.perf.accepted_draft_tokens
 
 
 def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:

@@ -17,8 +17,9 @@ from tests.backend.engine.offline_models import drafting_engine, hf_greedy, offl
 from tests.backend.engine.test_adapters import ADAPTERS, engine_over, written
 from tests.backend.engine.test_draft_steps import SAMPLED, SIZES, generate
 from tests.backend.engine.test_lookup import check_sampling_rules, counted, learning_of
-from tests.backend.engine.test_resumption import check_equal, finish, moved, submitted
+from tests.backend.engine.test_resumption import check_equal, finish, moved, step, submitted
 from tests.backend.engine.thread_ranks import on_ranks
+from tests.backend.engine.toy_device import DOOR
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, greedy, save, tiny_tokenizer
 from tests.lora_adapters import make_adapter
@@ -229,6 +230,26 @@ def test_another_engine_continues_with_drafts_and_the_same_tokens(steps: int, sa
     asked = [[SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)] for prompt in prompts]
     plain = finish(*submitted(model, asked, **SIZES))
     check_equal(moved(model, asked, steps, speculation="draft", draft=like(model), **SIZES), plain)
+
+
+def test_draft_counts_of_a_resumed_request_continue_those_of_its_first_engine(monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "measured_costs", lambda engine, most_queries: None)
+    model, engine = gpt2(), dict(speculation="draft", **SIZES)
+    (prompt,) = prompts_of([9], model.config.vocab_size)
+    params = SamplingParams(max_tokens=30, return_perf_metrics=True)
+    asked = [[SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)]]
+    offline, clients = submitted(model, asked, draft=like(model), **engine)
+    for _ in range(4):
+        step(offline, clients)
+    first = clients[0].events[-1].extra.perf
+    assert first.draft_tokens > first.accepted_draft_tokens > 0
+    offline = offline_engine(model, keep_logits=False, draft=like(model), **engine)
+    offline.scheduler.submit(DOOR, clients[0].again())
+    finish(offline, clients)
+    last, learning = clients[0].events[-1].extra.perf, learning_of(offline)
+    assert learning.accepted["draft"] > 0
+    assert last.draft_tokens == first.draft_tokens + learning.drafted["draft"]
+    assert last.accepted_draft_tokens == first.accepted_draft_tokens + learning.accepted["draft"]
 
 
 def test_adapters_change_the_target_alone(tmp_path: Path) -> None:
