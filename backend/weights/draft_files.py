@@ -82,9 +82,9 @@ class TrainedDraft:
 
 
 def write_draft(folder: Path, info: DraftInfo, tensors: Mapping[str, Tensor]) -> None:
-    """Write a drafter into a new folder, with the digest of its tensors. draft.json is written last: a folder
-    without it is incomplete."""
-    folder.mkdir(parents=True)
+    """Write a drafter into a new or empty folder, with the digest of its tensors. draft.json is written last:
+    a folder without it is incomplete."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / TENSORS_FILE
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
     write_info(folder, replace(info, digest=file_sha256(path)))
@@ -121,11 +121,19 @@ def read_info(folder: Path, model: ModelConfig, kind: str) -> DraftInfo:
 def kind_of(folder: Path) -> str:
     """Return the kind of the trained drafter in a folder; "" if it has none, as that of a draft model.
 
-    Raises ConfigError for a draft.json that is missing or damaged, or of a kind without tensors.
+    Raises ConfigError for a draft.json that is missing or damaged, or of a kind without tensors, and for one
+    of heads or a GLIDE layer without draft.safetensors.
     """
-    if not (folder / TENSORS_FILE).is_file():
+    has_tensors, has_info = ((folder / name).is_file() for name in (TENSORS_FILE, INFO_FILE))
+    if not has_tensors and not has_info:
         return ""
     kind = _decoded(folder).kind
+    if not has_tensors:
+        if kind in TRAINED:
+            raise ConfigError(
+                f"{folder} describes {kind} in {INFO_FILE} and has no {TENSORS_FILE}; wanted both"
+            )
+        return ""
     if kind not in TRAINED:
         raise ConfigError(f"{folder / INFO_FILE} has kind {kind!r}; wanted {' or '.join(TRAINED)}")
     return kind
@@ -244,7 +252,10 @@ def read_tensors(folder: Path, info: DraftInfo) -> dict[str, Tensor]:
     except OSError as error:
         raise WeightFileError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise WeightFileError(f"{path} is not a valid safetensors file: {error}") from None
+        size = path.stat().st_size
+        raise WeightFileError(
+            f"{path}, of {size:,} bytes, is not a valid safetensors file: {error}"
+        ) from None
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise WeightFileError(f"{path}: {name} is {tensor.dtype}; wanted float32, float16 or bfloat16")

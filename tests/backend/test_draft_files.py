@@ -21,10 +21,13 @@ from tridecode.backend.weights.draft_files import (
     TENSORS_FILE,
     DraftInfo,
     head_shapes,
+    kind_of,
     open_trained,
     other_target,
     write_draft,
+    write_info,
 )
+from tridecode.backend.weights.draft_files import MODEL as MODEL_KIND
 
 MODEL = model_config(llama().config)
 SIZES = MODEL.hidden_size, MODEL.vocab_size
@@ -109,7 +112,7 @@ def damage(path: Path, case: str) -> None:
     ("case", "wanted"),
     [
         ("missing", "No such file"),
-        ("cut", "not a valid safetensors file"),
+        ("cut", "of [0-9,]+ bytes, is not a valid safetensors file"),
         ("not safetensors", "not a valid safetensors file"),
         ("a tensor too few", "has the tensors"),
         ("a tensor too many", "has the tensors"),
@@ -122,6 +125,15 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, case: str, wanted: str)
     with pytest.raises(WeightFileError, match=wanted) as error:
         open_trained(folder, MODEL, HEADS)
     assert str(folder / TENSORS_FILE) in str(error.value)
+
+
+def test_a_folder_that_lost_its_tensors_is_named(folder: Path) -> None:
+    assert kind_of(folder) == HEADS
+    (folder / TENSORS_FILE).unlink()
+    with pytest.raises(ConfigError, match=f"heads describes heads in draft.json and has no {TENSORS_FILE}"):
+        kind_of(folder)
+    write_info(folder, replace(INFO, kind=MODEL_KIND))
+    assert kind_of(folder) == "", "a draft model is a checkpoint"
 
 
 def test_another_target_is_a_warning() -> None:

@@ -46,7 +46,7 @@ from tridecode.model_repo_templates.repository import (
 )
 from tridecode.model_repo_templates.served import ENGINE_MODEL, RepositoryModel
 from tridecode.tools.build_repo.calibration import Calibration, calibrated, usable
-from tridecode.tools.build_repo.draft import Draft, plain_tokenizer, plan_draft
+from tridecode.tools.build_repo.draft import Draft, plain_tokenizer, plan_draft, with_draft
 from tridecode.tools.build_repo.proof import no_comparison, prove, say_grade, say_unproven
 from tridecode.tools.build_repo.staging import check_output, existing_parent, staged, staged_bytes
 from tridecode.tools.build_repo.trained import TrainedFiles, plan_trained
@@ -144,8 +144,7 @@ def build_repo(
         "pipeline_para_size": pipeline_para_size,
     }
     trained = "" if draft is None else kind_of(Path(draft))
-    if draft is not None:
-        settings = {"speculation": trained or "draft", **settings, "draft_path": DRAFT_DIR}
+    settings = with_draft(settings, draft, trained)
     engine = engine_texts(settings, "engine settings")
     _check_length(engine, config, console)
     hf_tokenizer = _tokenizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -13,15 +14,20 @@ from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.configuration.engine_config_file import tokenizer_dir as named_tokenizer
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
+from tridecode.backend.engine.device.drafters.draft_loading import DRAFT
 from tridecode.backend.models import check_context
 from tridecode.backend.text.tokenizer_files import load_tokenizer as read_tokenizer
 from tridecode.backend.text.vocabulary_match import vocabulary_difference
+from tridecode.backend.weights.draft_files import GLIDE, HEADS, TRAINED
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.kept_quantized import kept_or_dense
 from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.tokenizers.files import has_tokenizer, load_tokenizer
+from tridecode.model_repo_templates.repository import DRAFT_DIR
 from tridecode.model_repo_templates.served import ENGINE_MODEL
+
+_CONTENTS = {DRAFT: "a draft model", HEADS: "one-pass heads", GLIDE: "a GLIDE layer"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,30 @@ class Draft:
         difference = vocabulary_difference(self.tokenizer, target)
         if difference:
             raise CheckpointError(f"--draft {self.source} has another tokenizer than the model: {difference}")
+
+
+def with_draft(settings: dict[str, Any], draft: str | Path | None, trained: str) -> dict[str, Any]:
+    """Return engine settings with those of a drafter, unless they have them.
+
+    draft: the option --draft; None: not given. trained: kind of its trained drafter; "": a draft model.
+    Raises ConfigError for a value of `speculation` or `draft_path` that does not fit.
+    """
+    kind, path = trained or DRAFT, str(settings.get("draft_path", "none"))
+    speculation = str(settings.get("speculation", "off" if draft is None else kind))
+    drafter = speculation.removeprefix("lookup+")
+    is_drafter, where = drafter in (DRAFT, *TRAINED), "engine settings: parameter"
+    if draft is None:
+        if is_drafter and path == "none":
+            raise ConfigError(f"{where} speculation is {speculation}; wanted --draft with the drafter")
+        return settings
+    if path not in ("none", DRAFT_DIR):
+        raise ConfigError(f"{where} draft_path is {path}; wanted none, because --draft writes it")
+    if is_drafter and drafter != kind:
+        raise ConfigError(
+            f"{where} speculation is {speculation}; wanted {kind}, lookup+{kind}, lookup or off, because "
+            f"{draft} has {_CONTENTS[kind]}"
+        )
+    return {**settings, "speculation": speculation, "draft_path": DRAFT_DIR}
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -152,6 +152,15 @@ class ModelKind(Kind):
                 f"{self.job.model} has converted weights; wanted the checkpoint that they were made from, "
                 f"for --kind {MODEL}"
             )
+        if self.job.layers >= self.target.config.num_layers:
+            raise ConfigError(
+                f"--layers {self.job.layers}; wanted less than the {self.target.config.num_layers} layers of "
+                f"{self.job.model}"
+            )
+        if not self.target.checkpoint.has_reference:
+            raise UnsupportedError(
+                f"{self.job.model}: transformers has no model for it; wanted another --kind"
+            )
 
     def read(self, engine: OfflineEngine, texts: Texts) -> None:
         self.texts = texts

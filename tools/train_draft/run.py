@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +34,7 @@ def train_draft(job: Job, console: Console) -> DraftInfo:
     if job.threads:
         torch.set_num_threads(job.threads)
     longest = (SEED_TOKENS if job.prompts is None else job.prompt_tokens) + job.answer_tokens + 1
-    with open_target(job.model, job.device, longest) as target:
+    with _new_folder(job.output), open_target(job.model, job.device, longest) as target:
         job = replace(job, tokens=job.tokens or _TOKENS[target.device.type])
         kind = KINDS[job.kind](target, job)
         kind.check()
@@ -50,6 +54,22 @@ def train_draft(job: Job, console: Console) -> DraftInfo:
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
         return kind.train()
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[None]:
+    """Make the output folder before the training, and remove it if nothing was written."""
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {os.strerror(error.errno or 0)}; wanted a new folder that can be written (--output)"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            path.rmdir()
 
 
 def _texts(engine: OfflineEngine, prompts: list[list[int]] | None, job: Job) -> Texts:

@@ -129,3 +129,33 @@ def test_a_draft_model_that_does_not_fit_leaves_nothing(sources, tmp_path, make,
     with pytest.raises(CheckpointError, match=text):
         build(sources["llama"], tmp_path / "repo", draft)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"speculation": "heads"},
+            "is heads; wanted draft, lookup.draft, lookup or off, because .* a draft model",
+        ),
+        ({"speculation": "lookup+glide"}, r"is lookup\+glide; wanted draft"),
+        ({"draft_path": "nowhere"}, "draft_path is nowhere; wanted none, because --draft writes it"),
+    ],
+)
+def test_a_setting_of_another_drafter_is_refused_before_the_conversion(
+    sources, tmp_path, settings, text
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build(sources["llama"], tmp_path / "repo", sources["gpt2"], engine_settings=settings)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("speculation", ["draft", "lookup+heads"])
+def test_a_drafter_without_its_files_is_refused_before_the_conversion(sources, tmp_path, speculation) -> None:
+    output = io.StringIO()
+    with pytest.raises(ConfigError, match=r"speculation is \S+; wanted --draft with the drafter"):
+        build_repo(
+            sources["llama"], tmp_path / "repo", dtype="fp32", parity=False, console=Console(file=output),
+            engine_settings={"speculation": speculation},
+        )  # fmt: skip
+    assert "writing" not in output.getvalue()

@@ -236,6 +236,11 @@ def test_bad_options_are_named_before_work(learnt: Path, prompts: Path, tmp_path
         (("--model", learnt, "--output", new, "--text-tokens", 64), "has 64 positions"),
         (("--model", learnt, "--output", new, "--tokens", 10**9), "they may take 50% of it"),
         (("--model", tmp_path / "there", "--output", new), "there"),
+        (
+            ("--model", learnt, "--output", few / "new"),
+            f"{few / 'new'}: Not a directory; wanted a new folder",
+        ),
+        (("--model", learnt, "--output", new, "--kind", "model", "--layers", 1), "less than the 1 layers of"),
     ]
     for arguments, wanted in cases:
         done = run(*arguments)
@@ -317,4 +322,5 @@ def test_a_draft_model_wants_a_checkpoint_with_more_layers(
     done = run("--model", tmp_path / "weights", *common)
     assert done.exit_code == 2 and "wanted the checkpoint that they were made from" in done.output
     done = run("--model", learnt, *common)
-    assert done.exit_code == 2 and "has 1 layers in 1 lists" in done.output.replace("\n", " ")
+    assert done.exit_code == 2 and "wanted less than the 1 layers of" in done.output.replace("\n", " ")
+    assert "writing texts" not in done.output, "it is refused before work"
