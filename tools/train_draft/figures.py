@@ -1,4 +1,4 @@
-"""Computes the tokens per step of a drafter on held-back texts."""
+"""Computes a drafter's tokens per step on held-back texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tridecode.tools.train_draft.texts import Text
 
 
 def tokens_per_step(drafted: Iterable[tuple[Text, Tensor]], depth: int) -> list[float]:
-    """Return the mean number of tokens of a step with 1, 2, … `depth` drafts, over all texts.
+    """Return the mean number of tokens per step with 1, 2, … `depth` drafts, over all texts.
 
-    drafted: texts, each with the drafts (n, depth) after each newest token of its answer, from the first
-    token to the last but one. A step keeps the drafts that equal the text up to the first that differs, and
-    adds one token. The first token of an answer, which the prompt's step generates, is not counted.
+    drafted: texts, each with the drafts (n, depth) after each token of its answer except the last. A step
+    keeps the drafts before the first one that differs from the text, and adds one token. The first token of
+    an answer is not counted, because the prompt's step generates it.
     """
     tokens, steps = 0, [0] * depth
     for text, drafts in drafted:

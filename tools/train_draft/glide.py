@@ -1,10 +1,10 @@
-"""A GLIDE layer: a decoder layer that also attends to the keys and values of a layer of its target.
+"""Trains a GLIDE layer, a decoder layer that also attends to the KV cache of one layer of its target.
 
-Du et al., arXiv 2402.02082: self-attention, then cross-attention with the target's cache, then the MLP. The
-embedding of the target is before it; its final norm and its head are behind it. While tokens are drafted, the
-target has no keys of them, nor of the newest token: the j-th of these tokens sees the target's cache of all
-tokens but the last j. In training each position of a text takes a j, as the positions of a block of `depth`
-tokens that begins anywhere do.
+Du et al., arXiv 2402.02082: self-attention, cross-attention to the target's cache, MLP. The layer runs
+between the target's embedding and its final norm and head. While it drafts, the target's cache lacks the
+newest token and the drafts, so the j-th of these tokens attends to the target's cache without the last j
+tokens. In training a text is cut into blocks of `depth` positions at a random offset, and j is the index in
+the block.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ROWS = 256  # positions whose logits are computed together
 
 @dataclass(frozen=True)
 class Seen:
-    """The target's states that a GLIDE layer reads, for one text of L tokens, on the CPU.
+    """The target's states of one text of L tokens, on the CPU.
 
     hidden: (L, C), inputs of the target's head. embedded: (L, C), inputs of its first layer. cache: (L, 2, K,
-    D), keys and values of the layer, as its cache has them.
+    D), the cached keys and values of the layer that the GLIDE layer reads.
     """
 
     hidden: Tensor
@@ -52,7 +52,7 @@ class Seen:
 
 
 def read_seen(engine: OfflineEngine, texts: Sequence[Text], layer: int) -> list[Seen]:
-    """Return what a GLIDE layer reads of the target. layer: whose cache it reads."""
+    """Return the target's states of each text. layer: index of the target's layer whose cache is read."""
     state = engine.engine.state
     heads = state.model.heads[layer]
     cache = Source(2 * heads.num_kv_heads * heads.head_size, lambda plan: _cached(engine, plan, layer))
@@ -63,7 +63,7 @@ def read_seen(engine: OfflineEngine, texts: Sequence[Text], layer: int) -> list[
 
 
 def _cached(engine: OfflineEngine, plan: StepPlan, layer: int) -> Tensor:
-    """Return (num_tokens, 2 * K * D), keys and values that a step has written."""
+    """Return (num_tokens, 2 * K * D), the keys and values that a step has written."""
     state = engine.engine.state
     cache = state.caches[layer]
     places = torch.from_numpy(plan.kv_slots.astype(np.int64)).to(state.device)
@@ -83,9 +83,9 @@ def _embedded(engine: OfflineEngine, plan: StepPlan) -> Tensor:
 
 
 class Glide(nn.Module):
-    """The layer and the target's final norm; the tensors have the names of the file.
+    """The layer, followed by the target's final norm. Parameters have the tensor names of the file.
 
-    heads: those of the target's layer, for both attentions. norm: the final norm; None: there is none.
+    heads: of the target's layer, for both attentions. norm: the target's final norm; None: it has none.
     """
 
     def __init__(self, info: DraftInfo, heads: Heads, norm: Norm | None):
@@ -106,8 +106,8 @@ class Glide(nn.Module):
     def forward(self, x: Tensor, cache: Tensor, sees: Tensor) -> Tensor:
         """Return (B, L, C), inputs of the target's head.
 
-        x: (B, L, C), embedded tokens. cache: (B, L, 2, K, D) of the target. sees: (B, L), how many tokens of
-        it each position sees, at least 1.
+        x: (B, L, C), embedded tokens. cache: (B, L, 2, K, D) of the target. sees: (B, L), number of leading
+        tokens of the cache to which each position attends, at least 1.
         """
         places = torch.arange(x.shape[1], device=x.device)
         h = self.input_layernorm(x)
@@ -123,7 +123,7 @@ class Glide(nn.Module):
         return self._finish(x)
 
     def _split(self, x: Tensor) -> Tensor:
-        """Return (B, n, L, D) of (B, L, n * D)."""
+        """Reshape (B, L, n * D) to (B, n, L, D)."""
         return x.unflatten(-1, (-1, self._heads.head_size)).transpose(1, 2)
 
     def _rotate(self, x: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ class Glide(nn.Module):
         return x if self._heads.rope is None else _rotated(x, self._heads.rope)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-        """Return (B, L, H * D): attention of each position to the first `sees` (B, L) tokens, or to as many
-        of them as the window has."""
+        """Return (B, L, H * D), attention of each position to the first `sees` (B, L) tokens, within the
+        window if the layer has one."""
         heads, length = self._heads, q.shape[2]
         if heads.num_heads > heads.num_kv_heads:
             k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, 1) for x in (k, v))
@@ -215,7 +215,7 @@ def _step(
     depth: int,
     starts: np.random.Generator,
 ) -> None:
-    """Add the gradients of a batch of texts; only tokens of the answers count, but for the first."""
+    """Accumulate the gradients of a batch of texts, over the tokens of the answers except the first."""
     longest, device = max(len(text.ids) for text, _ in texts), next(glide.parameters()).device
     x = _padded([one.embedded for _, one in texts], longest)
     cache = _padded([one.cache for _, one in texts], longest)
@@ -247,10 +247,10 @@ def _padded(parts: Sequence[Tensor], longest: int) -> Tensor:
 def glide_drafts(
     glide: Glide, text: Text, seen: Seen, depth: int, head: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the drafts behind each newest token of a text's answer, (n, depth).
+    """Return the drafts after each newest token of a text's answer, (n, depth).
 
-    Draft j is that behind the text itself up to the draft before. It is the layer's own where all drafts
-    before it equal the text; behind a wrong draft, none counts.
+    Draft j is predicted from the text up to draft j - 1, not from earlier drafts. Both agree as long as all
+    earlier drafts equal the text, and drafts after a wrong one do not count.
     """
     length, dtype = len(text.ids), glide.input_layernorm.weight.dtype
     x, cache = (part[None].to(head.device, dtype) for part in (seen.embedded, seen.cache))

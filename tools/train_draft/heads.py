@@ -1,8 +1,8 @@
-"""One-pass heads: k small residual blocks between the target's last hidden state and the target's own head.
+"""One-pass heads: `depth` small residual blocks between the target's last hidden state and its own head.
 
-Medusa (Cai et al., arXiv 2401.10774) with two changes: in addition to the hidden state, the heads see the
-newest token, so that they know which of the likely tokens was sampled; and the blocks share their first
-matrix, so that a pass consists of three matrices and the head.
+Medusa (Cai et al., arXiv 2401.10774) with two changes. The heads also read the newest token, so that they
+know which of the likely tokens was sampled. The blocks share their first matrix, so that a pass consists of
+three matrices and the head.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _ROWS = 256  # positions whose logits are computed together
 class Heads(nn.Module):
     """z_j = z + outs_j(silu(hidden(rms(z)) + token(rms(e)) + bias)), j = 1 … depth.
 
-    z: the target's hidden state behind its final norm, from which the newest token was drawn; e: the newest
-    token's row of the word embedding. The target's head on z_j gives the logits of the j-th token after the
-    newest one. hidden: its size C. width: F, of the inner layer.
+    z: output of the target's final norm from which the newest token was sampled. e: word embedding of the
+    newest token. The target's head turns z_j into the logits of the j-th token after the newest one. hidden:
+    hidden size C. width: size F of the inner layer.
     """
 
     def __init__(self, hidden: int, width: int, depth: int):
         super().__init__()
-        self.hidden = nn.Linear(hidden, width)  # its bias serves both
+        self.hidden = nn.Linear(hidden, width)  # has the only bias of the inner layer
         self.token = nn.Linear(hidden, width, bias=False)
         self.outs = nn.Linear(width, depth * hidden, bias=False)
-        nn.init.zeros_(self.outs.weight)  # at first each head repeats the target's own
+        nn.init.zeros_(self.outs.weight)  # at first each head predicts what the target's head does
         self.depth = depth
 
     def forward(self, z: Tensor, e: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Heads(nn.Module):
     def drafts(
         self, text: Text, states: Tensor, embedding: Tensor, head: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return the most likely ids after each newest token of a text's answer, (n, depth).
+        """Return the drafts after each newest token of a text's answer, the most likely ids, (n, depth).
 
         states: (tokens, C) of the text. embedding, head: (V, C); bias: (V,).
         """

@@ -1,4 +1,4 @@
-"""The target's states of texts, such as the last hidden ones, read from its engine in pieces."""
+"""Reads the target's activations of texts, such as the last hidden states, from the steps of its engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tridecode.tools.train_draft.texts import Text
 
 
 class Source(NamedTuple):
-    """Values of a step that are read for each token: `read` returns (num_tokens, columns) of a plan that has
-    been launched."""
+    """Activations that are read for each token: `read` returns (num_tokens, columns) of a launched plan."""
 
     columns: int
     read: Callable[[StepPlan], Tensor]
@@ -27,7 +26,7 @@ class Source(NamedTuple):
 def read_hidden(engine: OfflineEngine, texts: Sequence[Text]) -> list[Tensor]:
     """Return the target's last hidden states of each text, (tokens, C) on the CPU, in the engine's dtype.
 
-    These are the inputs of its head: behind the final norm, if the model has one.
+    They are the inputs of its head, after the final norm if the model has one.
     """
     (found,) = read_states(engine, texts, [hidden_source(engine)])
     return found
@@ -76,8 +75,8 @@ def read_states(
 
 
 def _bytes(states: Tensor) -> np.ndarray:
-    """Return a view of rows on the CPU. numpy copies small parts in one thread; on a machine with other work,
-    torch's threads take longer to meet than to copy."""
+    """Return a byte view of rows on the CPU. numpy copies small parts in one thread; synchronising torch's
+    threads would take longer than the copy."""
     return states.view(torch.uint8).numpy()
 
 

@@ -1,4 +1,4 @@
-"""The kinds of drafters: what each reads of the target, and how it is trained and written."""
+"""The kinds of drafters: the states that each reads from the target, its training and its files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from tridecode.tools.train_draft.training import states_of, train_heads
 
 
 class Kind:
-    """One kind of drafter. The methods are called in their order; `read` is the last to use the engine."""
+    """One kind of drafter. Methods are called in the order check, elements, read, train; only `read` uses the
+    engine."""
 
     def __init__(self, target: Target, job: Job):
         self.target, self.job, self.texts = target, job, Texts([], [])
 
     def check(self) -> None:
-        """Raise ConfigError or UnsupportedError for a target that this kind cannot have."""
+        """Raise ConfigError or UnsupportedError if this kind does not support the target or the options."""
 
     @property
     def elements(self) -> int:
-        """Return the elements that `read` keeps in host memory for each token."""
-        return 2 * self.target.config.hidden_size  # training has them twice
+        """Return the number of elements per token that `read` keeps in host memory."""
+        return 2 * self.target.config.hidden_size  # training concatenates them into a copy
 
     def read(self, engine: OfflineEngine, texts: Texts) -> None:
         """Read the target's states of the texts."""

@@ -25,7 +25,7 @@ from tridecode.tools.train_draft.texts import SEED_TOKENS, Texts, draw_prompts, 
 _MEMORY_SHARE = 0.5  # of the free memory, for the hidden states
 #: tokens of the texts by default
 _TOKENS = {"cpu": 100_000, "cuda": 500_000}
-#: most often that a given prompt is answered
+#: maximum number of answers to one prompt of a file
 _REPEATS = 8
 
 
@@ -80,9 +80,10 @@ def _texts(engine: OfflineEngine, prompts: list[list[int]] | None, job: Job) -> 
 
 
 def _enough(prompts: list[list[int]], job: Job) -> list[list[int]]:
-    """Return as many prompts as the texts need, in an order that depends on the seed alone.
+    """Return as many prompts as the texts need, shuffled by the seed.
 
-    Fewer prompts are answered several times, as draws at --temperature differ; held-back ones only once.
+    If there are too few, each is answered several times, because samples at --temperature differ. Held-back
+    prompts are answered once.
     """
     if len(prompts) <= job.held_back:
         raise ConfigError(
@@ -97,8 +98,8 @@ def _enough(prompts: list[list[int]], job: Job) -> list[list[int]]:
 
 
 def _check_memory(job: Job, target: Target, elements: int) -> None:
-    """Raise ConfigError if the target's states, `elements` per token, would take more than _MEMORY_SHARE of
-    the free memory."""
+    """Raise ConfigError if the target's states, `elements` per token, need more than _MEMORY_SHARE of the
+    available memory."""
     size = 4 if target.settings.data_type == "fp32" else 2
     wanted, free = size * job.tokens * elements, available_memory()
     if wanted > free * _MEMORY_SHARE:

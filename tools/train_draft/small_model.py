@@ -1,4 +1,4 @@
-"""A small draft model: some layers of the target between its own embedding and head, trained on its texts."""
+"""Trains a draft model that consists of some of the target's layers, its embedding and its head."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train_model(
     plan: Plan,
     device: torch.device,
 ) -> None:
-    """Train a model in place on the answers of the texts. plan.batch: positions of a step, about.
+    """Train a model in place on the answers of the texts, about plan.batch positions per step.
 
     states: hidden states of the target, (tokens, C) for each text.
     """
@@ -94,12 +94,12 @@ def _step(
     vocabulary: Vocabulary,
     device: torch.device,
 ) -> None:
-    """Add the gradients of a batch of texts and the target's states; only tokens of the answers count."""
+    """Accumulate the gradients of a batch of texts, over the tokens of the answers."""
     longest = max(len(text.ids) for text, _ in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     for row, (text, _) in enumerate(texts):
         ids[row, : len(text.ids)] = torch.from_numpy(text.ids)
-    # the states that give the tokens of the answers
+    # positions whose states predict the tokens of the answers
     rows = [np.arange(text.prompt - 1, len(text.ids) - 1) for text, _ in texts]
     places = torch.from_numpy(np.concatenate([row * longest + one for row, one in enumerate(rows)]))
     target = torch.cat([states[one] for (_, states), one in zip(texts, rows)])
@@ -109,16 +109,17 @@ def _step(
 
 
 def _last_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the input of the head, (rows, tokens, C). Padding behind a text is not seen by the text."""
+    """Return the inputs of the head, (rows, tokens, C). Attention is causal, so padding after a text has no
+    effect on it."""
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()
 def model_drafts(model: PreTrainedModel, text: Text, depth: int) -> Tensor:
-    """Return the drafts behind each newest token of a text's answer, (n, depth).
+    """Return the drafts after each newest token of a text's answer, (n, depth).
 
-    Draft j is that behind the text itself up to the draft before. It is the model's own where all drafts
-    before it equal the text; behind a wrong draft, none counts.
+    Draft j is predicted from the text up to draft j - 1, not from earlier drafts. Both agree as long as all
+    earlier drafts equal the text, and drafts after a wrong one do not count.
     """
     ids = torch.from_numpy(text.ids).long()
     device = model.device

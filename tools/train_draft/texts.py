@@ -1,4 +1,4 @@
-"""The texts of a training: prompts that are given or drawn from the target, and the target's answers."""
+"""Training texts: prompts from a file or sampled from the target, and the target's answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.progress import counter
 
-#: tokens of a drawn prompt, at most
+#: maximum tokens of a sampled prompt
 SEED_TOKENS = 24
-#: draws are from this many most likely tokens: a rare token in the tail leads small models astray
+#: top-k of sampled texts: one token from the tail derails a small model
 _TOP_K = 50
-_FEWEST_ANSWER_TOKENS = 8  # a shorter answer is not used
+_FEWEST_ANSWER_TOKENS = 8  # shorter answers are dropped
 _MAX_FILE_BYTES = 256 << 20
 _STEPS = 32  # interval between two reports of progress
 
@@ -36,7 +36,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Texts:
-    """train: to learn from. held_back: greedy answers to prompts of their own, for the figures."""
+    """train: texts to learn from. held_back: greedy answers to other prompts, for the evaluation."""
 
     train: list[Text]
     held_back: list[Text]
@@ -95,7 +95,7 @@ def _value(line: str, where: str) -> str | list[int]:
 
 
 def draw_prompts(engine: OfflineEngine, count: int, seed: int) -> list[list[int]]:
-    """Return `count` beginnings of texts, drawn from the target at temperature 1 behind its start token."""
+    """Sample the first tokens of `count` texts from the target, at temperature 1 after its start token."""
     config = engine.model_config
     lengths = np.random.default_rng(seed).integers(4, SEED_TOKENS, count)
     params = [
@@ -114,10 +114,10 @@ def write_texts(
     temperature: float,
     seed: int,
 ) -> Texts:
-    """Let the target answer the prompts: half of them greedily, half at `temperature`.
+    """Let the target answer the prompts, every other one greedily, the others at `temperature`.
 
-    held_back: the last prompts, which are answered greedily and not trained on. Raises ConfigError if all
-    answers of a part are too short to be used.
+    held_back: number of prompts at the end that are answered greedily and not trained on. Raises ConfigError
+    if all training answers or all held-back answers are too short.
     """
     config, last = engine.model_config, len(prompts) - held_back
     common: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Trains drafters on hidden states of the target, which stay fixed: one-pass heads, and the common parts."""
+"""Trains one-pass heads on the target's hidden states; contains the parts that all drafters share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tridecode.tools.progress import counter
 from tridecode.tools.train_draft.heads import Heads
 from tridecode.tools.train_draft.texts import Text
 
-#: a draft counts this much of the one before it: it is worth nothing behind a wrong one
+#: loss weight of a draft relative to the draft before it: behind a wrong draft, a right one is worth nothing
 DECAY = 0.8
-_WARM_UP = 0.05  # share of the steps in which the learning rate rises
-_CLIP = 1.0  # norm of the gradient
+_WARM_UP = 0.05  # share of the steps with a rising learning rate
+_CLIP = 1.0  # largest gradient norm
 _ROWS = 512  # positions whose logits are computed together
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a training. width: of its inner layer; None: width_of. batch: positions of a step. rate:
-    the highest learning rate. seed: of the initial weights and the order of the positions."""
+    """The training options. width: size of the inner layer; None: width_of. batch: positions per training
+    step. rate: peak learning rate. seed: determines initial weights and the order of positions."""
 
     depth: int
     width: int | None = None
@@ -42,9 +42,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class States:
-    """The texts as rows, one text after the other.
+    """The concatenated texts, one row per token.
 
-    hidden: (T, C) on the CPU. ids: (T,) int64. ends: (T,) int64, the row behind each row's text. places: the
+    hidden: (T, C) on the CPU. ids: (T,) int64. ends: (T,) int64, first row after each row's text. places:
     rows to learn from.
     """
 
@@ -54,16 +54,17 @@ class States:
     places: np.ndarray
 
     def following(self, rows: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that give the `depth` tokens behind each row's next one, and whether they are in
-        the text; (B, depth) both."""
+        """Return the rows whose states predict the `depth` tokens after each row's next token, and whether
+        they belong to its text; both (B, depth)."""
         found = rows[:, None] + torch.arange(1, depth + 1)
         return found.clamp(max=len(self.ids) - 1), found < self.ends[rows][:, None]
 
 
 def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
-    """Join texts and their hidden states, (tokens, C) each.
+    """Concatenate texts and their hidden states, (tokens, C) each.
 
-    A drafter learns from the rows whose next token, the newest one, is of the answer and is not the last.
+    The next token of a row is the newest one when drafts are made. A drafter learns from rows whose next
+    token belongs to the answer and is not its last.
     """
     lengths = np.array([len(text.ids) for text in texts])
     firsts = lengths.cumsum() - lengths
@@ -79,12 +80,12 @@ def states_of(texts: Sequence[Text], hidden: Sequence[Tensor]) -> States:
 
 
 class Vocabulary:
-    """The ids among which a drafter learns to choose, and their rows of the target's head.
+    """The token ids over which a drafter learns, and their rows of the target's head.
 
-    A drafter learns the target's whole distribution of each token, from the target's hidden state; learning
-    from the tokens alone needs more texts. A GPU has time for all ids. A CPU takes those that occur in the
-    texts, a tenth or less of the vocabulary; the logits of the others remain those of the untrained drafter,
-    and are seldom the largest.
+    A drafter learns the target's distribution of each token, which the head computes from the target's hidden
+    state. Training on the tokens alone needs more texts. A GPU uses all ids. A CPU uses the ids that occur in
+    the texts, a tenth of the vocabulary or less; the logits of the others stay untrained and are rarely the
+    largest.
 
     ids: of the texts. head: (V, C) on the device; bias: (V,) or None.
     """
@@ -97,9 +98,9 @@ class Vocabulary:
         self._head, self._bias = head.to(dtype), None if bias is None else bias.to(dtype)
 
     def loss(self, hidden: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the sum of the cross entropies between the target's distributions and the drafter's.
+        """Return the summed cross entropy between the target's distributions and the drafter's.
 
-        hidden, target: (B, C), inputs of the head. weights: (B,), factors; None: 1.
+        hidden, target: (B, C), inputs of the head. weights: (B,), loss weights; None: 1.
         """
         with torch.no_grad():
             wanted = self._logits(target).softmax(-1)
@@ -149,9 +150,9 @@ def train_heads(
 
 
 def _backward(guesses: Tensor, target: Tensor, inside: Tensor, vocabulary: Vocabulary) -> None:
-    """Add the gradients of the loss, one head after the other: the logits of all together would be large.
+    """Accumulate the gradients of one head after the other: all heads' logits together would be large.
 
-    guesses, target: (B, depth, C). inside: (B, depth), which of them count.
+    guesses, target: (B, depth, C). inside: (B, depth), mask of the positions with a target.
     """
     leaf = guesses.detach().float().requires_grad_()
     for number in range(guesses.shape[1]):
@@ -169,9 +170,9 @@ def train_in_groups(
     plan: Plan,
     backward: Callable[[list[int]], None],
 ) -> None:
-    """Train parameters in place on whole texts, plan.batch positions a step, about.
+    """Train parameters in place on whole texts, about plan.batch positions per step.
 
-    lengths: tokens of each text. backward: adds the gradients of the texts with these numbers.
+    lengths: tokens of each text. backward: accumulates the gradients of the texts with these indices.
     """
     held = list(parameters)
     optimizer = torch.optim.AdamW(held, lr=plan.rate, weight_decay=0.01)
@@ -191,7 +192,7 @@ def train_in_groups(
 
 
 def _groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Return groups of texts of about `tokens` tokens with similar lengths."""
+    """Group texts of similar length into batches of about `tokens` tokens; return the indices."""
     groups: list[list[int]] = [[]]
     for index in np.argsort(lengths, kind="stable").tolist():
         if groups[-1] and lengths[index] * (len(groups[-1]) + 1) > tokens:
@@ -203,10 +204,10 @@ def _groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 def backward_rows(
     hidden: Tensor, places: Tensor, target: Tensor, vocabulary: Vocabulary, weights: Tensor | None = None
 ) -> None:
-    """Add the gradients of the mean loss of some positions of a batch of texts.
+    """Accumulate the gradients of the mean loss over some positions of a batch, in chunks of _ROWS logits.
 
-    hidden: (B, L, C) of the drafter. places: (n,), positions of it, flattened. target: (n, C), the target's
-    states there. weights: (n,), factors; None: 1. The logits of all together would be large.
+    hidden: (B, L, C), states of the drafter. places: (n,), flattened positions. target: (n, C), the target's
+    states at these positions. weights: (n,), loss weights; None: 1.
     """
     leaf = hidden.detach().flatten(0, 1).float().requires_grad_()
     for first in range(0, len(places), _ROWS):
@@ -218,7 +219,7 @@ def backward_rows(
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the share of the highest learning rate: a linear rise, then half a cosine down to 0."""
+    """Return the learning rate of a step relative to its peak: linear warm-up, then cosine decay to 0."""
     rise = max(1, int(steps * _WARM_UP))
     if step < rise:
         return (step + 1) / rise
@@ -226,7 +227,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which products are in bfloat16, where they are faster so."""
+    """Return a context that computes matrix products in bfloat16 on devices where this is faster."""
     return torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(device))
 
 
