@@ -54,6 +54,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_top_log_probs_gpu.py",
     "tests/backend/models/test_quantized_gpu.py",
     "tests/reliability/test_gpu_rank_faults.py",
+    "tests/tools/train_draft/test_train_draft_gpu.py",
 )
 
 

@@ -35,4 +35,4 @@ def _accepted(drafts: Tensor, text: Text) -> list[int]:
     newest = torch.arange(text.prompt, len(ids) - 1)
     wanted = newest[:, None] + torch.arange(1, drafts.shape[1] + 1)
     following = torch.where(wanted < len(ids), ids[wanted.clamp(max=len(ids) - 1)], -1)
-    return (drafts == following).int().cumprod(1).sum(1).tolist()
+    return (drafts.cpu() == following).int().cumprod(1).sum(1).tolist()

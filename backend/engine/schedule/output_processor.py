@@ -160,11 +160,18 @@ class OutputProcessor:
             if finish is not None:
                 break
         if finish is not None:
+            self._discard(sequence, len(tokens) - 1 - count)
             self._requests.end(sequence, finish, None, tokens[:count], log_probs[:count])
         else:
             self._requests.emit(sequence, tokens, log_probs)
             if sequence.constraint is not None:
                 self._advance_grammar(sequence, tokens)
+
+    def _discard(self, sequence: Sequence, count: int) -> None:
+        """Note that a row has kept `count` drafts behind the end of the answer; none if it is below 1."""
+        drafts = self._planner.drafts
+        if count > 0 and drafts is not None and drafts.learning is not None:
+            drafts.learning.discard(sequence, count)
 
     def _advance_grammar(self, sequence: Sequence, tokens: list[int]) -> None:
         """Begin to compute the next mask of a sequence, and those of its drafts."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.schedule.sequence import Sequence, Stage
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
 from tridecode.backend.engine.speculation.records import DRAFTERS, NEVER, NO_GAP, DraftRecord
@@ -25,7 +25,8 @@ class Learning:
     sources: the searched texts; None: no search. host: the search on rank 0; None: each rank's device
     searches. planned: DraftRecord.source of the planned drafter, which computes drafts after the steps that
     have the part Drafting; 0: none. keeps_cache, reads_rows: those of DeviceDrafter, of the planned drafter.
-    drafted, accepted: name of a drafter -> total.
+    drafted, accepted: name of a drafter -> drafts that steps verified, and those that became tokens of an
+    answer.
     """
 
     policy: DepthPolicy
@@ -165,11 +166,22 @@ class Learning:
             return
         newest = self._newest(record)
         self.policy.learn(newest, drafted, right)
+        if sequence.stage is Stage.ENDED:  # while this step was on the device
+            return
         record.drafted += drafted
         record.accepted += right
+        record.verified = newest.source
         name = DRAFTERS[newest.source]
         self.drafted[name] += drafted
         self.accepted[name] += right
+
+    def discard(self, sequence: Sequence, count: int) -> None:
+        """Take `count` drafts of the newest row back from the totals: they were right, but the answer ended
+        before them. Call it after `end_step`."""
+        record = sequence.own_record
+        if record is not None:
+            record.accepted -= count
+            self.accepted[DRAFTERS[record.verified]] -= count
 
     def _newest(self, record: DraftRecord) -> DraftRecord:
         """Return the record of the drafts that a row had in a step whose result is taken now."""

@@ -28,7 +28,7 @@ class DraftRecord:
     source: the drafter. matched: tokens that the newest search with a known result has matched.
     ahead: drafts that a planned drafter (part Drafting) computes after the newest step. chance: learned
     probability that a draft is right if the drafts before it are; below 0: nothing learned yet. drafted,
-    accepted: totals. scopes: search scopes of answers and of the client's drafts; -1: none. proposed: found
+    accepted: totals. verified: source of the drafts that were counted last. scopes: search scopes of answers and of the client's drafts; -1: none. proposed: found
     drafts of a sequence that obeys a grammar, whose masks are not computed yet. drafts: the
     drafts after the newest token, from a drafter on the host. planned: in an engine that searches and has a
     planned drafter, the record of the latter's drafts. is_planned: whether the drafts after the newest step
@@ -43,6 +43,7 @@ class DraftRecord:
     chance: float = -1.0
     drafted: int = 0
     accepted: int = 0
+    verified: int = 0
     scopes: tuple[int, int] = (-1, -1)
     proposed: list[int] = field(default_factory=list)
     drafts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -152,6 +152,24 @@ def test_a_clients_drafts_are_found_and_do_not_change_the_answer(depth: int) -> 
     assert learning_of(offline).accepted["client"] > 40
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("by", ["stop_words", "end_id"])
+def test_drafts_behind_the_end_of_an_answer_are_not_counted_as_accepted(by: str, depth: int) -> None:
+    model = llama()
+    (prompt,) = prompts_of([9], model.config.vocab_size)
+    wanted = hf_greedy(model, prompt, 30)[0]
+    ends = {"stop_words": [wanted[8:10]]} if by == "stop_words" else {"end_id": wanted[9]}
+    params = SamplingParams(max_tokens=30, draft_tokens=wanted, return_perf_metrics=True, **ends)
+    offline = drafting(model)
+    (done,) = generate(offline, [prompt], params, depth)
+    assert done.tokens == wanted[:10] and done.perf is not None
+    # the prompt's step gives the first token, and the step of the other ones a token behind its drafts
+    assert 5 < done.perf.accepted_draft_tokens <= 8
+    learning = learning_of(offline)
+    assert learning.accepted["client"] == done.perf.accepted_draft_tokens
+    assert learning.drafted["client"] == done.perf.draft_tokens
+
+
 @pytest.mark.parametrize(
     ("drafts", "text"), [([3, 999_999], "token id outside"), ([-1], "token id outside"), ([1] * 65, "65 ids")]
 )
