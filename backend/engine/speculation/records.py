@@ -28,11 +28,11 @@ class DraftRecord:
     source: the drafter. matched: tokens that the newest search with a known result has matched.
     ahead: drafts that a planned drafter (part Drafting) computes after the newest step. chance: learned
     probability that a draft is right if the drafts before it are; below 0: nothing learned yet. drafted,
-    accepted: totals. verified: source of the drafts that were counted last. scopes: search scopes of answers and of the client's drafts; -1: none. proposed: found
-    drafts of a sequence that obeys a grammar, whose masks are not computed yet. drafts: the
-    drafts after the newest token, from a drafter on the host. planned: in an engine that searches and has a
-    planned drafter, the record of the latter's drafts. is_planned: whether the drafts after the newest step
-    with a known result are its drafts.
+    accepted: totals. verified: source of the drafts that were counted last. scopes: search scopes of answers
+    and of the client's drafts; -1: none. proposed: found drafts of a sequence that obeys a grammar, whose
+    masks are not computed yet. drafts: the drafts after the newest token, from a drafter on the host.
+    planned: in an engine that searches and has a planned drafter, the record of the latter's drafts.
+    is_planned: whether the drafts after the newest step with a known result are its drafts.
     """
 
     matched: int = 0
