@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tridecode.backend.engine.grammars.exact_schemas import strict_options
 from tridecode.backend.engine.grammars.matcher import GrammarFault, Vocabulary
@@ -18,8 +18,24 @@ MAX_EBNF_BYTES = 32 << 10
 #: between two values of JSON; without a limit a model may write spaces until max_tokens
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _ANY_OBJECT = '{"type": "object"}'
+#: the first rule of a grammar in Lark's notation, as `?start:` or `start[attribute]:`; `start ::=` is EBNF
+_START = re.compile(r"^\s*[?!]?start\s*(?:\[[^\]\n]*\])?\s*:(?!:)|^%llguidance\b", re.MULTILINE)
 #: an attribute of a rule that is for the sampler: `answer[temperature=0.5]: ...`
 _TEMPERATURE = re.compile(r"^\s*[A-Za-z_]\w*\s*\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
+#: literals, comments and regular expressions of Lark's notation
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/')
+#: flags with which the classes below mean something else, or `#` begins a comment
+_FLAGS = re.compile(r"\(\?[a-zA-Z-]*[ux]")
+#: class -> what every dialect has in it, and what one of them may have in it, for a negated class
+_CLASSES = {
+    "d": ("[0-9]", r"\d"),
+    "w": ("[0-9A-Za-z_]", r"[\w\p{N}]"),
+    "s": (r"[\t\n\x0B\x0C\r\x20]", r"[\s\x1C-\x1F]"),
+    "D": (r"\D", "[^0-9]"),
+    "W": (r"[^\w\p{N}]", "[^0-9A-Za-z_]"),
+    "S": (r"[^\s\x1C-\x1F]", r"[^\t\n\x0B\x0C\r\x20]"),
+}
+_PART = re.compile(r"\\.?|\[:[^\]]*:\]|\[\^?\]?|\]|[^\\\[\]]+", re.DOTALL)
 
 
 def grammar_of(output: StructuredOutput, vocabulary: Vocabulary) -> str:
@@ -29,12 +45,35 @@ def grammar_of(output: StructuredOutput, vocabulary: Vocabulary) -> str:
     if output.kind == "json_schema":
         return _of_schema(output.text)
     if output.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(output.text))
+        return str(LLMatcher.grammar_from_regex(portable(output.text)))
     if output.kind == "choice":
         return str(LLMatcher.grammar_from_lark(_of_choices(output.text)))
     if output.kind == "structural_tag":
         return str(LLMatcher.grammar_from_lark(_of_tags(output.text, vocabulary)))
     return str(LLMatcher.grammar_from_lark(_lark(output.text)))
+
+
+def portable(pattern: str) -> str:
+    r"""Return a regular expression whose matches Python and JavaScript match, too.
+
+    `\d`, `\w` and `\s` have other characters beyond ASCII in each dialect, and in each version of Unicode.
+    Raises GrammarFault for a backslash at the end, which the compiler would ignore.
+    """
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise GrammarFault("the regular expression ends with a backslash; wanted a character after it")
+    if _FLAGS.search(pattern):
+        return pattern
+    parts, negated = [], [False]  # of the classes that are open; the first is no class
+    for found in _PART.finditer(pattern):
+        part = found[0]
+        if part[0] == "\\" and part[1:] in _CLASSES:
+            part = _CLASSES[part[1]][negated[-1]]
+        elif part[0] == "[" and not part.startswith("[:"):
+            negated.append(negated[-1] != part.startswith("[^"))
+        elif part == "]" and len(negated) > 1:
+            negated.pop()
+        parts.append(part)
+    return "".join(parts)
 
 
 def _of_schema(text: str) -> str:
@@ -58,7 +97,7 @@ def _of_choices(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    if not is_lark_syntax(text):
+    if not _START.search(text):
         size = len(text.encode("utf-8"))
         if size > MAX_EBNF_BYTES:
             raise GrammarFault(
@@ -75,7 +114,7 @@ def _lark(text: str) -> str:
             ) from None
     if _TEMPERATURE.search(text):
         raise GrammarFault("the grammar sets a temperature for a rule, which is not implemented")
-    return text
+    return _LARK.sub(lambda part: f"/{portable(part['regex'])}/" if part["regex"] else part[0], text)
 
 
 def _of_tags(text: str, vocabulary: Vocabulary) -> str:
