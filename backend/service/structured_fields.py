@@ -143,6 +143,9 @@ def read_guide(kind: str, guide: str) -> Output:
     if kind not in GUIDE_TYPES:
         raise RequestError(f"{GUIDE_TYPE} is {shown(kind)}; wanted one of {', '.join(GUIDE_TYPES)}")
     if kind == "json":
+        if guide.strip() not in ("", "{}"):
+            wanted = f"wanted none, or {GUIDE_TYPE} json_schema"
+            raise RequestError(f"{GUIDE} is {shown(guide)} and {GUIDE_TYPE} is json; {wanted}")
         return StructuredOutput("json")
     if not guide:
         raise RequestError(f"{GUIDE} is missing and {GUIDE_TYPE} is {kind}; wanted both")

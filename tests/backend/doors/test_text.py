@@ -714,6 +714,11 @@ BAD = {
         "INVALID_ARG",
         "guided_decoding_guide is missing and guided_decoding_guide_type is regex; wanted both",
     ),
+    "a schema for any JSON": (
+        tensors("a", guided_decoding_guide_type="json", guided_decoding_guide='{"type": "array"}'),
+        "INVALID_ARG",
+        "and guided_decoding_guide_type is json; wanted none, or guided_decoding_guide_type json_schema",
+    ),
     "a guide alone": (
         tensors("a", guided_decoding_guide="{}"),
         "INVALID_ARG",
