@@ -83,9 +83,11 @@ def _dumps(value: Any) -> str:
 def _prepare_schema(schema: Any) -> bool:
     """Prepare a schema in place; return whether it was changed. Raises GrammarFault without a prefix."""
     document = SchemaDocument(schema)
-    if not _Finite(document).check():
+    finite = _Finite(document)
+    if not finite.check():
         raise GrammarFault("no finite value satisfies it: it refers to itself without end")
-    is_rewritten = Alternatives(document).rewrite()
+    is_rewritten = finite.prune()
+    is_rewritten |= Alternatives(document).rewrite()
     return make_exact(document) or is_rewritten
 
 
@@ -106,6 +108,22 @@ class _Finite:
                 if not self._known[id(one)] and self._holds(one):
                     self._known[id(one)] = changed = True
         return self._has(self._document.root)
+
+    def prune(self) -> bool:
+        """Replace what no finite value satisfies by false, where values need not have it; return whether
+        there was any. An answer would otherwise begin it, and never end.
+        """
+        if all(self._known.values()):
+            return False
+        for one in self._document.all():
+            for key, value in one.items():
+                if key in ("properties", "patternProperties") and isinstance(value, dict):
+                    value.update({name: False for name, inner in value.items() if not self._has(inner)})
+                elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+                    value[:] = [self._has(inner) and inner for inner in value]
+                elif key in ("items", "additionalProperties") and not self._has(value):
+                    one[key] = False
+        return True
 
     def _has(self, schema: Any) -> bool:
         """Return whether a subschema has a finite value, as far as known; True if nothing is known."""

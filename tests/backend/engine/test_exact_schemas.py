@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import re
 from typing import Any
 
 import jsonschema
 import pytest
 
+from tests.backend.engine.byte_grammars import accepts, begins, compiled, fault_of
 from tridecode.backend.chat.tool_formats import PARSERS
 from tridecode.backend.chat.tool_grammar import CallGrammar
-from tridecode.backend.engine.grammars.guidance import Guidance, GuidanceMatcher
-from tridecode.backend.engine.grammars.matcher import GrammarFault, Vocabulary
-from tridecode.backend.engine.grammars.schemas import prepare
-from tridecode.backend.wire.structured_output import StructuredOutput
 
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}
-
-
-@functools.cache
-def compiler() -> Guidance:
-    """Return a compiler whose tokens are single bytes."""
-    tokens = [bytes([byte]) for byte in range(256)] + [b""]
-    return Guidance(Vocabulary(tokens, frozenset([256]), [256]), list, threads=0)
-
-
-def compiled(kind: str, text: str) -> GuidanceMatcher:
-    return compiler().compile(prepare(StructuredOutput(kind, text)))
-
-
-def accepts(matcher: GuidanceMatcher, text: str) -> bool:
-    matcher = matcher.copy()
-    try:
-        matcher.accept(list(text.encode()))
-    except GrammarFault:
-        return False
-    return matcher.is_accepting()
 
 
 def check(schema: Any, texts: list[str], all_valid: bool = True) -> None:
@@ -50,12 +25,6 @@ def check(schema: Any, texts: list[str], all_valid: bool = True) -> None:
         assert found <= is_valid, (schema, text)
         if all_valid and text != "-0":
             assert found or not is_valid, (schema, text)
-
-
-def fault_of(kind: str, text: str) -> str:
-    with pytest.raises(GrammarFault) as found:
-        compiled(kind, text)
-    return str(found.value)
 
 
 LEAST = ["0", "1", "-1", "-0.5", "0.1", "0.35"]
@@ -279,56 +248,15 @@ def test_arguments_of_tools_may_be_a_union() -> None:
         compiled("grammar", CallGrammar(kind, {"feed": parameters}, {}, False).forced("feed"))
 
 
-#: letters, digits, marks, white space and controls, also ones that dialects judge differently
-CHARACTERS = "a_Z9-, \t\n\x0b\x1f\x85\xa0²½éßﬁٰ٣੩\u2028\u3000\ufeffⅣ中\u200d\U0001e4f2\U00011f51😀"
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *(
-            r"\d",
-            r"\w",
-            r"\s",
-            r"\D",
-            r"\W",
-            r"\S",
-            r"[\w-]",
-            r"[^\s,]",
-            r"[^\W\d_]",
-            r"[^\w]",
-            r"[^\D]",
-            r"[^\S\n]",
-        ),
-        *(r"[\s\S]", r"[]\d]", r"[^]\d]", r"\[\d\]", r"\\d", r"(?i)\d|A", r"[\d\s]{2}", r"(?P<y>\d)(?:-|$)"),
-    ],
-)
-def test_classes_of_characters_are_those_of_python(pattern: str) -> None:
-    """A match is one for Python, too; ASCII is decided alike."""
-    python = re.compile(pattern)
-    texts = [*CHARACTERS, *(a + b for a in "a9-_ \n" for b in CHARACTERS), "[9]", "\\d", "9-"]
-    for matcher in (
-        compiled("regex", pattern),
-        compiled("grammar", f'start: A | "/"\n// \\w "\nA: /{pattern}/\n'),
-    ):
-        for text in texts:
-            found, wanted = accepts(matcher, text), python.fullmatch(text) is not None
-            assert found <= wanted, (pattern, text)
-            assert found == wanted or not text.isascii() or set(text) & set("\x1f\x85"), (pattern, text)
-
-
-def test_a_regular_expression_with_flags_of_its_own_dialect_stays_as_it_is() -> None:
-    matcher = compiled("regex", r"(?x) \d \w  # [digit")
-    assert [accepts(matcher, text) for text in ("9a", "9", "٣é")] == [True, False, True]
-
-
-def test_a_backslash_at_the_end_of_a_regular_expression_is_refused() -> None:
-    assert "the regular expression ends with a backslash" in fault_of("regex", "a\\\\\\")
-    assert accepts(compiled("regex", "a\\\\"), "a\\")
-
-
-def test_the_usual_beginning_of_a_grammar_in_lark_is_known() -> None:
-    """Documentation of vLLM and Lark begins with `?start:`; EBNF begins with `root`."""
-    text = '?start: sum\n?sum: NUMBER | sum "+" NUMBER -> add\nNUMBER: /\\d+/\n'
-    assert [accepts(compiled("grammar", text), found) for found in ("1", "12+3", "1+")] == [True, True, False]
-    assert "No 'root' rule found" in fault_of("grammar", 'start ::= "a"')
+def test_an_answer_begins_nothing_that_cannot_end() -> None:
+    """Only references to themselves satisfy `q`; values may leave it out."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/q"}, "b": {"anyOf": [{"$ref": "#/$defs/q"}, NULL]}},
+        "patternProperties": {"^x": {"$ref": "#/$defs/q"}},
+        "additionalProperties": {"type": "array", "items": {"$ref": "#/$defs/q"}},
+        "$defs": {"q": {"$ref": "#/$defs/q"}},
+    }
+    matcher = compiled("json_schema", json.dumps(schema))
+    assert all(begins(matcher, text) for text in ("{}", '{"b":null}', '{"b":null,"c":[]}', '{"ab'))
+    assert not any(begins(matcher, text) for text in ('{"a"', '{"x', '{"b":{', '{"c":[1', '{"c":["'))
