@@ -63,7 +63,7 @@ def portable(pattern: str) -> str:
         raise GrammarFault("the regular expression ends with a backslash; wanted a character after it")
     if _FLAGS.search(pattern):
         return pattern
-    parts, negated = [], [False]  # of the classes that are open; the first is no class
+    parts, negated = [], [False]  # one entry per open class, after that of the whole expression
     for found in _PART.finditer(pattern):
         part = found[0]
         if part[0] == "\\" and part[1:] in _CLASSES:
