@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import EngineConfig
@@ -33,20 +32,11 @@ _SETTINGS = (
 def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore | None:
     """Return the store of this rank; None on all ranks if one rank's memory is not available. Collective.
 
-    fd: the memory file that the supervisor owns; None: create one that ends with this process. Raises
-    ConfigError if the settings do not allow a host tier.
+    fd: the memory file that the supervisor owns; None: create one that ends with this process.
     """
     config, ranks = state.config, state.ranks
-    if fd is None:
-        size = config.host_cache_bytes // (config.tensor_para_size * config.pipeline_para_size)
-        try:
-            fd = create_file(size)
-        except OSError as error:
-            raise ConfigError(
-                f"no memory file of {size:,} bytes (host_cache_bytes in config.pbtxt): {error}"
-            ) from None
-    region = HostRegion(fd)
-    if not _has_room(state, region):
+    region, fault = _open_region(config, fd)
+    if not _is_usable(state, fault) or region is None:
         return None
     identity = identity_of(config, state.model_config, directory, ranks.rank, state.device)
     sizes = [
@@ -59,12 +49,22 @@ def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore
     return store
 
 
-def _has_room(state: DeviceState, region: HostRegion) -> bool:
-    """Return whether there is memory for the parts of all ranks; log once if not."""
-    config = state.config
+def _open_region(config: EngineConfig, fd: int | None) -> tuple[HostRegion | None, str]:
+    """Return this rank's memory, or None and the reason why it cannot be used."""
+    size = config.host_cache_bytes // (config.tensor_para_size * config.pipeline_para_size)
+    try:
+        region = HostRegion(create_file(size) if fd is None else fd)
+    except OSError as error:
+        return None, f"a memory file of {size:,} bytes could not be made or mapped: {error.strerror}"
     on_node = max(round(config.host_cache_bytes / region.size), 1)  # ranks that share this node's memory
     wanted, free = (region.size - region.resident) * on_node, available_memory()
-    fault = "" if wanted <= free else f"it needs {wanted:,} bytes of host memory; {free:,} are available"
+    if wanted > free:
+        return None, f"it needs {wanted:,} bytes of host memory; {free:,} are available"
+    return region, ""
+
+
+def _is_usable(state: DeviceState, fault: str) -> bool:
+    """Return whether all ranks can use their memory; log once if not. fault: this rank's reason or ""."""
     faults = [text.decode() for text in state.ranks.exchange_bytes(fault.encode())]
     rank = next((number for number, text in enumerate(faults) if text), None)
     if rank is not None and state.ranks.rank == 0:

@@ -19,6 +19,7 @@ from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.host_tier.opening import open_store
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams, Sent, SequenceRequest, Submit
@@ -387,3 +388,18 @@ def test_memory_that_is_not_there_turns_the_tier_off_and_is_said_once(
     (said,) = [record.getMessage() for record in caplog.records if "host tier" in record.getMessage()]
     assert "8,384,512 bytes" in said and "1,000 are available" in said and "host_cache_bytes" in said
     assert offline.engine.state.host is None and offline.scheduler.cache.tier is None
+
+
+@pytest.mark.parametrize("fails", ["create_file", "HostRegion"])
+def test_a_memory_file_that_cannot_be_made_or_mapped_turns_the_tier_off(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(f"tridecode.backend.engine.host_tier.opening.{fails}", fail)
+    offline = offline_engine(llama(), host_cache_bytes=SIZE)
+    with caplog.at_level("WARNING", logger="tridecode.engine"):
+        assert open_store(offline.engine.state, Path("no files"), None) is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "host_cache_bytes" in said and "8,388,608 bytes" in said and "File too large" in said
