@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-#: weight of a new measurement in the running means
+from collections import deque
+
+#: weight of a new measurement in the running mean of a token's time
 _WEIGHT = 0.3
-#: refused copies after which one is made nevertheless, so that a mean that was wrong once is corrected
+#: number of copies of which the fastest counts: other processes slow single copies down, on a busy CPU a
+#: hundredfold, and a mean would then refuse copies for a long time
+_RECENT = 8
+#: refused copies after which one is made nevertheless, so that wrong measurements are corrected
 _TRIES = 32
 #: fewest prompt tokens of a step whose time says what a token costs
 LEAST_TOKENS = 64
@@ -17,26 +22,28 @@ class CopyCost:
 
     def __init__(self, block_tokens: int):
         self._block_tokens = block_tokens
-        self.copy_s: float | None = None
         self.token_s: float | None = None
+        self._copies: deque[float] = deque(maxlen=_RECENT)
         self._refused = 0
+
+    @property
+    def copy_s(self) -> float | None:
+        return min(self._copies, default=None)
 
     def note_copy(self, blocks: int, seconds: float) -> None:
         """Take the time of a copy of blocks into the cache."""
-        self.copy_s = _mean(self.copy_s, seconds / blocks)
+        self._copies.append(seconds / blocks)
 
     def note_prompt(self, tokens: int, seconds: float) -> None:
         """Take the time of a step with that many tokens of prompts."""
         if tokens >= LEAST_TOKENS:
-            self.token_s = _mean(self.token_s, seconds / tokens)
+            value = seconds / tokens
+            self.token_s = value if self.token_s is None else (1 - _WEIGHT) * self.token_s + _WEIGHT * value
 
     def pays(self) -> bool:
         """Return whether copying a block takes less time than computing its tokens."""
-        if self.copy_s is None or self.token_s is None or self.copy_s <= self.token_s * self._block_tokens:
+        copy_s = self.copy_s
+        if copy_s is None or self.token_s is None or copy_s <= self.token_s * self._block_tokens:
             return True
         self._refused += 1
         return self._refused % _TRIES == 0
-
-
-def _mean(mean: float | None, value: float) -> float:
-    return value if mean is None else (1 - _WEIGHT) * mean + _WEIGHT * value
