@@ -433,7 +433,7 @@ def test_copies_stop_where_computing_is_faster() -> None:
 
 
 def test_single_slow_copies_do_not_stop_the_copies() -> None:
-    """On a busy machine a copy is sometimes a hundred times slower than others."""
+    """A busy machine sometimes makes a copy a hundred times slower than others."""
     cost = CopyCost(block_tokens=32)
     cost.note_prompt(1000, 1.0)
     for seconds in (0.05, 5.0, 5.0, 0.02, 5.0):
