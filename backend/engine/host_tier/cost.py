@@ -6,7 +6,7 @@ from collections import deque
 
 #: weight of a new measurement in the running mean of a token's time
 _WEIGHT = 0.3
-#: number of copies of which the fastest counts: other processes slow single copies down, on a busy CPU a
+#: number of recent copies; the fastest one counts. Other processes slow single copies down, on a busy CPU a
 #: hundredfold, and a mean would then refuse copies for a long time
 _RECENT = 8
 #: refused copies after which one is made nevertheless, so that wrong measurements are corrected
