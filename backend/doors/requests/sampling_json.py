@@ -134,11 +134,10 @@ def _whole(value: Any, key: Key, where: str) -> int:
 
 
 def _truth(value: Any, key: Key, where: str) -> bool:
-    if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.lower())
-    if not isinstance(value, bool):
+    found = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
         raise _unlike(key, value, where)
-    return value
+    return found
 
 
 def _text(value: Any, key: Key, where: str) -> str:

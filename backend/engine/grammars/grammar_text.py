@@ -93,6 +93,8 @@ def _of_choices(text: str) -> str:
     choices = _read_json(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise GrammarFault(f"choice is {text[:60]!r}; wanted a JSON array of one string or more")
+    if re.search("[\ud800-\udfff]", "".join(choices)):  # json.loads has joined the pairs
+        raise GrammarFault("choice has a text that is not valid UTF-8")
     return "start: CHOICE\nCHOICE: " + " | ".join(_quoted(one) for one in choices)
 
 

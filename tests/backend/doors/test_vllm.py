@@ -465,6 +465,7 @@ _REFUSED = [
     ('{"guided_regex": "\\ud800"}', "INVALID_ARG", "guided_regex has a regex that is not valid UTF-8"),
     ('{"guided_choice": ["a", 3]}', "INVALID_ARG", "guided_choice[1] is 3; wanted a text"),
     ('{"guided_json": {}, "guided_regex": "a"}', "INVALID_ARG", "are both sent; wanted one of them"),
+    ('{"ignore_eos": "maybe"}', "INVALID_ARG", 'ignore_eos is "maybe"; wanted true or false'),
     ('{"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}', "UNSUPPORTED",
      "structured_outputs.whitespace_pattern is"),
     (

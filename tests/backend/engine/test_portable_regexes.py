@@ -61,3 +61,8 @@ def test_the_usual_beginning_of_a_grammar_in_lark_is_known() -> None:
     text = '?start: sum\n?sum: NUMBER | sum "+" NUMBER -> add\nNUMBER: /\\d+/\n'
     assert [accepts(compiled("grammar", text), found) for found in ("1", "12+3", "1+")] == [True, True, False]
     assert "No 'root' rule found" in fault_of("grammar", 'start ::= "a"')
+
+
+def test_a_choice_that_no_text_can_be_is_refused() -> None:
+    assert fault_of("choice", '["a", "\\ud800"]').endswith("choice has a text that is not valid UTF-8")
+    assert accepts(compiled("choice", '["a", "\\ud83d\\ude00"]'), "😀")
