@@ -60,7 +60,8 @@ def _add_biases(x: Tensor, rows: SlotRows) -> None:
 
 def _mask(x: Tensor, rows: SlotRows) -> None:
     """Exclude the ids whose bits are 0 in the mask of a slot that is masked."""
-    masks = rows.state.masks[rows.slots]
+    own = rows.column("masked")[:, 0].long()
+    masks = rows.state.masks[torch.where(own > 1, own, rows.slots)]
     ids = torch.arange(rows.first_id, rows.first_id + x.shape[1], device=x.device)
     words = masks[:, (ids // 32).clamp(max=masks.shape[1] - 1)]  # columns that pad a share have no bits
     is_possible = (words >> (ids % 32).int() & 1).bool() | (rows.column("masked") == 0)

@@ -34,13 +34,15 @@ class SamplingState:
     int32, prompt and output, kept only for slots with bad words or n-grams that must not repeat. counts: (S,
     V) int16, occurrences of each id in prompt and output, kept only for slots with penalties. bad_ids,
     bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends. biases: (S,
-    MOST_BIASES, 2) int32, pairs of an id and the bits of a float32; ids of a slot differ. masks: (S, W)
+    MOST_BIASES, 2) int32, pairs of an id and the bits of a float32; ids of a slot differ. masks: (2 * S, W)
     int32, bit id % 32 of word id // 32 is set for each possible id of the whole vocabulary, read only for
-    slots that are `masked`; the address never changes, so a step may be a CUDA graph. A slot's mask is that
-    of its next token: a slot start writes one that holds for all tokens, and before each step of a sequence
-    that obeys a grammar the step's masks replace it (engine/parts/masks.py); where a request has several such
-    limits, the host ANDs them. started: (S,) SLOT records on the host, copies of the slots when their
-    sequences started. Parameters equal those on the device; columns that sampling changes are stale.
+    slots that are `masked`; the address never changes, so a step may be a CUDA graph. masks[slot] is that
+    of the slot's next token: a slot start writes one that holds for all tokens, and before each step of a
+    sequence that obeys a grammar the step's masks replace it (engine/parts/masks.py); where a request has
+    several such limits, the host ANDs them. masks[S:] are those of the tokens of one `verify`: a slot whose
+    column `masked` is above 1 has masks[masked + i] behind token i of its row; `verify` leaves 1.
+    started: (S,) SLOT records on the host, copies of the slots when their sequences started. Parameters equal
+    those on the device; columns that sampling changes are stale.
     """
 
     slots: Tensor
@@ -91,13 +93,15 @@ class SamplingState:
             counts=zeros(vocab_size, torch.int16),
             bad_ids=zeros(max_bad_word_tokens),
             bad_ends=zeros(max_bad_word_tokens),
-            masks=zeros(mask_words(whole_vocab_size or vocab_size)),
+            masks=torch.zeros(
+                2 * slots, mask_words(whole_vocab_size or vocab_size), dtype=torch.int32, device=device
+            ),
             biases=zeros(2 * MOST_BIASES).view(slots, MOST_BIASES, 2),
             started=neutral.copy(),
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors; the first axis of each is the slot."""
+        """Return all tensors; the first axis of each begins with the slots."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if isinstance(value, Tensor)]
 

@@ -69,11 +69,11 @@ def make_scheduler(
     adapters = Adapters(_adapter_loader(engine))
     scheduler = Scheduler(limits_of(engine), time.monotonic, adapters, prompts, grammars, host_tier(engine))
     if config.speculation != "off":
-        _use_drafts(engine, scheduler)
+        use_drafts(engine, scheduler)
     return scheduler
 
 
-def _use_drafts(engine: Engine, scheduler: Scheduler) -> None:
+def use_drafts(engine: Engine, scheduler: Scheduler) -> None:
     """Let the scheduler verify drafts, which the device finds, or rank 0 where plans have all ids."""
     most = engine.most_drafts
     policy = DepthPolicy(engine.step_costs, most)

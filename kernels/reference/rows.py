@@ -77,10 +77,12 @@ def verify_rows(
     accepted.zero_()
     token = torch.zeros(rows, dtype=tokens.dtype, device=device)
     log_prob = torch.zeros(rows, dtype=log_probs.dtype, device=device)
+    masked = state.column("masked")  # above 1: row of state.masks, one for each token of a decode row
     for i in range(batch.decode_queries):
         at = torch.where(goes_on, starts + i, 0)
         own = slots.masked_fill(~goes_on, -1)
         sample(logits[at], own, state, tokens=token, log_probs=log_prob)
+        masked += masked > 1
         to = torch.where(goes_on, starts + i, count)
         found[to], likely[to] = token, log_prob
         accepted += goes_on
@@ -88,6 +90,7 @@ def verify_rows(
         goes_on = goes_on & (starts + i + 1 < ends) & (token == following)
     tokens.copy_(found[:count])
     log_probs.copy_(likely[:count])
+    masked.clamp_(max=1)
     keep_lengths(state, batch, slots, accepted)
 
 

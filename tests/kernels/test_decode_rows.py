@@ -109,9 +109,16 @@ class Case:
 
 
 def make_case(
-    place: Place, vocab: int, queries: list[int], share: float = 0.7, seed: int = 0, **always
+    place: Place,
+    vocab: int,
+    queries: list[int],
+    share: float = 0.7,
+    seed: int = 0,
+    token_masks: bool = False,
+    **always,
 ) -> Case:
-    """share: of proposed tokens that are those of one token a step. always: columns of all slots."""
+    """share: of proposed tokens that are those of one token a step. token_masks: every second row has a mask
+    behind each of its tokens. always: columns of all slots."""
     cpu, ops = torch.device("cpu"), Reference()
     random = np.random.default_rng(seed + 100 * vocab + sum(queries))
     state = random_state(cpu, vocab, SLOTS, random, **always)
@@ -120,13 +127,23 @@ def make_case(
     contexts = [count + int(random.integers(0, 50)) for count in queries]
     batch = make_batch(place, contexts, queries, 16, decodes=len(queries))
     logits = torch.from_numpy(random.normal(size=(sum(queries), vocab)).astype(np.float32) * 4)
+    own = slots[::2] if token_masks else []
+    if own:
+        bits = random.integers(-(2**31), 2**31, (sum(queries), state.masks.shape[1])).astype(np.int32)
+        state.masks[SLOTS : SLOTS + len(bits)] = torch.from_numpy(bits)
+        firsts = np.cumsum(queries) - queries
+        state.column("masked")[own] = torch.from_numpy(SLOTS + firsts[::2]).int()
     after, ids, tokens, log_probs, at = cloned(state), random.integers(0, vocab, sum(queries)), [], [], 0
+    after.column("masked")[own] = 1
     for context, count, slot in zip(contexts, queries, slots):
         kept: list[int] = []
+        mask = after.masks[slot].clone()
         likely: list[float] = []
         for i in range(count):
             token, log_prob = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
             row = logits[at + i : at + i + 1].clone()
+            if slot in own:
+                after.masks[slot] = state.masks[SLOTS + at + i]
             ops.sample(row, torch.tensor([slot], dtype=torch.int32), after, tokens=token, log_probs=log_prob)
             kept.append(int(token))
             likely.append(float(log_prob))
@@ -136,6 +153,7 @@ def make_case(
                 ids[at + i + 1] = int(token)
             if ids[at + i + 1] != int(token):
                 break
+        after.masks[slot] = mask
         after.lengths[slot] = context - count + len(kept)
         tokens.append(kept)
         log_probs.append(likely)
@@ -221,6 +239,12 @@ def test_each_rule_counts_the_tokens_before_it_in_the_row(place: Place, always: 
         check(place, make_case(place, 12, [6, 2, 16, 9, 4], 0.95, seed, **always), place.ops.verify)
 
 
+@pytest.mark.parametrize("vocab", [33, 1000, 32003])
+def test_each_token_of_a_row_may_have_a_mask_of_its_own(place: Place, vocab: int):
+    for seed in range(4):
+        check(place, make_case(place, vocab, [6, 2, 9, 1, 4], 0.9, seed, True), place.ops.verify)
+
+
 def test_the_first_of_equal_logits_is_kept_while_it_is_proposed(place: Place):
     """Greedy rows by numpy alone."""
     state = make_state(place, 4, 100)
@@ -301,7 +325,7 @@ def test_padding_and_rows_without_a_slot_keep_nothing(place: Place):
 @pytest.mark.parametrize("vocab", [1000, 128256])
 def test_one_launch_after_another_verifies_the_same(cuda_place: Place, vocab: int):
     """verify_rows, which also samples a vocabulary that ranks share, over the kernel of `sample`."""
-    case = make_case(cuda_place, vocab, [4, 1, 7])
+    case = make_case(cuda_place, vocab, [4, 1, 7], token_masks=True)
 
     def verify(logits: Tensor, batch: Batch, state: SamplingState, **results: Tensor) -> None:
         verify_rows(cuda_place.ops.sample, logits, batch, state, **results)

@@ -44,6 +44,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_host_tier_gpu.py",
     "tests/backend/engine/test_kv_cache_gpu.py",
     "tests/backend/engine/test_lookup_gpu.py",
+    "tests/backend/engine/test_output_drafts_gpu.py",
     "tests/backend/engine/test_pipeline_gpu.py",
     "tests/backend/engine/test_pooling_gpu.py",
     "tests/backend/engine/test_prefix_gpu.py",

@@ -42,20 +42,18 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     for (rows, queries), seconds in several.items():
         ratio = seconds / plain[rows]
         log.info("a step of %d rows of %d tokens: %.2f x one of a token each", rows, queries, ratio)
-    launch = 0.0 if engine.query_graphs is None else _seconds(engine, empty_rows(1, 2), graphs=False)
     searched = None
     if engine.drafter is not None and engine.drafter.is_planned and engine.drafter.looks_up:
         searched = {shape: _seconds(engine, empty_rows(*shape)) for shape in shapes}
-    return StepCosts(plain, several, launch, searched)
+    return StepCosts(plain, several, searched)
 
 
-def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0, graphs: bool = True) -> float:
-    """Return the median seconds of a step and of `drafts` drafts for each of its rows. graphs: whether the
-    step may be a CUDA graph."""
+def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:
+    """Return the median seconds of a step and of `drafts` drafts for each of its rows."""
     times = []
     for run in range(_RUNS[engine.device.type] + 1):
         begun = time.perf_counter()
-        _run(engine, plan, graphs)
+        _run(engine, plan)
         if drafts and engine.drafter is not None:
             engine.drafter.rehearse(plan.num_rows, drafts)
         if engine.is_asynchronous:
@@ -66,10 +64,10 @@ def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0, graphs: bool = Tru
 
 
 @torch.inference_mode()
-def _run(engine: Engine, plan: StepPlan, graphs: bool) -> None:
+def _run(engine: Engine, plan: StepPlan) -> None:
     """Run the forward of a plan of empty rows on all stages, as a graph where there is one."""
     x = engine.state.work.hidden[: plan.num_tokens]
     engine.ranks.receive(x)
-    if not (graphs and engine.replay_rows(plan)):
+    if not engine.replay_rows(plan):
         engine.run(engine.buffers.load(plan))
     engine.ranks.send(x)

@@ -27,13 +27,16 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 @dataclass
 class DraftMasks(StepPart):
     """rows: (n,) int32, ascending decode rows of a plan that verifies. masks: (N, W) int32, of their N
-    samples in order, as in SamplingState.masks. The samples' logits are masked, and the rows' slots get a
-    mask that allows all ids. No result, and no CUDA graph.
+    samples in order, as in SamplingState.masks; they replace those of the rows' slots. No result.
     """
 
     tag = "draft_masks"
     rows: np.ndarray
     masks: np.ndarray
+
+    @property
+    def captures(self) -> bool:
+        return True
 
     def encode(self) -> Any:
         return _Frame(self.rows.tolist(), self.masks.shape[1], ints(self.masks))

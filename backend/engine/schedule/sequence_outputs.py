@@ -86,7 +86,7 @@ def note_step(plan: StepPlan, chunks: Items[tuple[Sequence, int, int]]) -> None:
             extra.scheduled_ns = extra.scheduled_ns or time.time_ns()
             wanted.rows += _prompt_rows(sequence, extra, row, first, count)
     if wanted.rows or wanted.samples:
-        plan.parts.insert(0, wanted)  # DraftMasks edits the logits
+        plan.parts.append(wanted)
 
 
 def _prompt_rows(

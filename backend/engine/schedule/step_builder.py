@@ -80,12 +80,12 @@ class StepBuilder:
             parts.append(AdapterRows(rows.adapters))
         if slot_copies or block_copies:
             parts.append(Forks(slot_copies, block_copies))
-        if (rows.top_log_probs >= 0).any():
-            parts.append(TopTokens(rows.top_log_probs))  # before DraftMasks, which edits the logits
         if rows.masked:
             parts += masks_of(rows)
         if chunks and (summed := _summed(chunks, num_decodes)):
             parts.append(PromptVectors(summed))
+        if (rows.top_log_probs >= 0).any():
+            parts.append(TopTokens(rows.top_log_probs))
         return parts
 
 

@@ -31,8 +31,7 @@ class CombinedLearning(Learning):
         records = [one.own_record for one in sequences]
         ahead = [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
         others = [0 if count else most for count, most in zip(ahead, mosts)]
-        masked = [one.constraint is not None for one in sequences]
-        found = self.policy.choose(records, others, searched=True, masked=masked)
+        found = self.policy.choose(records, others, searched=True)
         return [max(counts) for counts in zip(ahead, found)]
 
     def promises(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:

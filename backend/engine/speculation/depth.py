@@ -32,13 +32,11 @@ _MOST_CHANCE = 0.98
 class StepCosts:
     """Seconds per step of decode rows, measured at start-up. plain: padded rows -> seconds of a step without
     drafts. several: (padded rows, tokens per row) -> seconds of a step that verifies drafts, including the
-    time in which a planned drafter computes them. launch: seconds of a small step without a CUDA graph, the
-    least that a step with drafts of a grammar takes; 0.0 where there are no graphs. searched: as `several`,
-    without the time of the planned drafter, if the engine also searches for drafts."""
+    time in which a planned drafter computes them. searched: as `several`, without the time of the planned
+    drafter, if the engine also searches for drafts."""
 
     plain: Mapping[int, float]
     several: Mapping[tuple[int, int], float]
-    launch: float = 0.0
     searched: Mapping[tuple[int, int], float] | None = None
 
     def widths(self, rows: int, searched: bool = False) -> tuple[float, list[tuple[int, float]]]:
@@ -73,52 +71,29 @@ class DepthPolicy:
         return self.costs is None or bool(self._widths_of(rows)[1])
 
     def choose(
-        self,
-        records: Sequence[DraftRecord | None],
-        mosts: Sequence[int],
-        searched: bool = False,
-        masked: Sequence[bool] | None = None,
+        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], searched: bool = False
     ) -> list[int]:
         """Return the number of drafts of each row of a step.
 
         records: of the rows, None for one without drafts. mosts: the most drafts that each may have.
-        searched: whether no planned drafter has computed drafts for the step. masked: the rows whose drafts
-        need masks, and so a step without a CUDA graph; None: no row.
+        searched: whether no planned drafter has computed drafts for the step.
         """
         mosts = [min(most, self.most) for most in mosts]
-        if self.costs is None:
-            return [most if self.chance(record) else 0 for record, most in zip(records, mosts)]
-        if masked is None or not any(most for most, is_masked in zip(mosts, masked) if is_masked):
-            return self._best(records, mosts, searched=searched)[1]
-        others = [0 if is_masked else most for most, is_masked in zip(mosts, masked)]
-        return max(
-            self._best(records, others, searched=searched),
-            self._best(records, mosts, self.costs.launch, searched),
-            key=lambda found: found[0],
-        )[1]
-
-    def _best(
-        self,
-        records: Sequence[DraftRecord | None],
-        mosts: Sequence[int],
-        least: float = 0.0,
-        searched: bool = False,
-    ) -> tuple[float, list[int]]:
-        """Return the expected tokens per second of the best width of a step, and the drafts of each row.
-        least: seconds that a step with drafts takes, at least."""
-        plain, widths = self._widths_of(len(records), searched)
         chances = [self.chance(record) for record in records]
         mosts = [most if chance > 0 else 0 for most, chance in zip(mosts, chances)]
-        if not widths or not any(mosts):
-            return (len(mosts) / plain if widths else 0.0), [0] * len(mosts)
+        if self.costs is None or not any(mosts):
+            return mosts
+        plain, widths = self._widths_of(len(records), searched)
+        if not widths:
+            return [0] * len(mosts)
         best, best_width = _LEAST_GAIN * len(mosts) / plain, 1
         for width, cost in widths:
             expected = len(mosts) + sum(
                 _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
             )
-            if expected / max(cost, least) > best:
-                best, best_width = expected / max(cost, least), width
-        return best, [min(most, best_width - 1) for most in mosts]
+            if expected / cost > best:
+                best, best_width = expected / cost, width
+        return [min(most, best_width - 1) for most in mosts]
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""

@@ -51,14 +51,14 @@ class Learning:
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
         records = [one.own_record for one in sequences]
-        masked = [one.constraint is not None for one in sequences]
         if self.planned:
+            masked = [one.constraint is not None for one in sequences]
             return self._choose_planned(records, mosts, masked)
         if self.host is not None:
             for sequence, record, most in zip(sequences, records, mosts):
                 if record is not None and most and sequence.constraint is None:
                     self.host.search(sequence, record)
-        return self.policy.choose(records, mosts, masked=masked)
+        return self.policy.choose(records, mosts)
 
     def _choose_planned(
         self, records: list[DraftRecord | None], mosts: list[int], masked: list[bool]
@@ -67,7 +67,7 @@ class Learning:
         counts = [0 if one is None else min(one.ahead, most) for one, most in zip(records, mosts)]
         forced = [most if is_masked else 0 for is_masked, most in zip(masked, mosts)]
         if any(forced):
-            counts = [max(pair) for pair in zip(counts, self.policy.choose(records, forced, masked=masked))]
+            counts = [max(pair) for pair in zip(counts, self.policy.choose(records, forced))]
         return counts
 
     def take_proposed(self, sequence: Sequence) -> list[int]:
@@ -78,7 +78,7 @@ class Learning:
             return []
         if self.host is not None:
             self.host.search(sequence, record)
-            (count,) = self.policy.choose([record], [len(record.drafts)], masked=[True])
+            (count,) = self.policy.choose([record], [len(record.drafts)])
             return record.drafts[:count].tolist()
         proposed, record.proposed = record.proposed, []
         return proposed
@@ -154,7 +154,6 @@ class Learning:
             [*records, *[None] * others],
             [ids.shape[1]] * len(records) + [0] * others,
             searched=True,
-            masked=[True] * plan.num_rows,
         )
         for i, record, count in zip(masked, records, counts):
             if record is not None:

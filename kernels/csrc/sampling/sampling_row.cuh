@@ -207,7 +207,8 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   const bool neutral = row.repetition == 1.0f && row.presence == 0.0f && row.frequency == 0.0f;
   const int columns = SHARED ? task.counts_stride : task.vocab_size;
   row.counts = neutral ? nullptr : task.counts + int64_t(slot) * columns;
-  row.mask = s.masked ? task.masks + int64_t(slot) * task.mask_words : nullptr;
+  const int mask_row = s.masked > 1 ? s.masked : slot;
+  row.mask = s.masked ? task.masks + int64_t(mask_row) * task.mask_words : nullptr;
   row.generated = s.generated;
   row.greedy = s.top_k == 1 || s.temperature == 0.0f;
   row.log_probs = s.return_log_probs;
@@ -245,6 +246,7 @@ __device__ __forceinline__ Row<false, true> verified_row_at(const VerifyTask& ta
   row.typical = first.typical;
   int before = 0;  // tokens of the decode row before this one; neighbouring rows have other slots
   while (before < index && before < kMostDrafts && task.slots[index - before - 1] == slot) ++before;
+  if (s.masked > 1) row.mask += int64_t(before) * task.mask_words;  // one for each of its tokens
   row.drafts = task.token_ids + index - before + 1;
   row.num_drafts = before;
   row.generated = s.generated + before;

@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads) accept(const __grid_constant__ Accep
   }
   task.last_tokens[slot] = token;
   s.generated += at - first;
+  if (s.masked > 1) s.masked = 1;  // the masks of its tokens are those of this step
   task.accepted[row] = at - first;
   task.lengths[slot] = task.context_lens[row] - (end - first) + (at - first);
 }

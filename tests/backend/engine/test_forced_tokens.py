@@ -16,8 +16,6 @@ from tridecode.backend.engine.grammars.loading import load_grammars
 from tridecode.backend.engine.grammars.matcher import GrammarFault, TokenMatcher
 from tridecode.backend.engine.grammars.service import Grammars
 from tridecode.backend.engine.grammars.token_masks import allows, mask_of
-from tridecode.backend.engine.speculation.depth import DepthPolicy, StepCosts
-from tridecode.backend.engine.speculation.records import GRAMMAR, DraftRecord
 from tridecode.backend.engine.step import plan_frame
 from tridecode.backend.wire.structured_output import StructuredOutput
 
@@ -145,23 +143,6 @@ def test_drafts_stop_at_the_limit_of_cpu_time_and_the_request_goes_on() -> None:
     constraint.advance([], 0.05)
     assert 1 <= len(constraint.drafts) <= 4 and constraint.error is None
     assert len(constraint.draft_masks) == len(constraint.drafts)
-
-
-def test_drafts_of_a_grammar_are_weighed_with_the_launch_of_a_step_that_is_no_graph() -> None:
-    grammar, free = DraftRecord(source=GRAMMAR), DraftRecord(matched=40, source=1)
-    several = {(1, 2): 1.1, (1, 8): 1.2, (2, 2): 1.1, (2, 8): 1.2}
-    cheap, dear = (DepthPolicy(StepCosts({1: 1.0, 2: 1.0}, several, launch), 15) for launch in (0.0, 20.0))
-    for policy in (cheap, dear):
-        policy.learn(free, 7, 7)
-    assert cheap.choose([grammar], [7], masked=[True]) == [7]
-    assert dear.choose([grammar], [7], masked=[True]) == [0]
-    assert cheap.choose([grammar, free], [7, 7], masked=[True, False]) == [7, 7]
-    assert dear.choose([grammar, free], [7, 7], masked=[True, False]) == [0, 7], (
-        "a neighbour's drafts need no launch"
-    )
-    assert DepthPolicy(StepCosts({1: 1.0}, {(1, 8): 1.2}, 2.0), 15).choose([grammar], [7], masked=[True]) == [
-        7
-    ]
 
 
 @pytest.mark.parametrize(

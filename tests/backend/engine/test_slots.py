@@ -59,7 +59,7 @@ starts = st.lists(
 
 def started(sequences: list[SlotStart]) -> SamplingState:
     state = SamplingState.allocate(SLOTS, LENGTH, VOCAB, 8, CPU)
-    state.masks[:, 0] = torch.tensor([0b1010101 + slot for slot in range(SLOTS)], dtype=torch.int32)
+    state.masks[:SLOTS, 0] = torch.tensor([0b1010101 + slot for slot in range(SLOTS)], dtype=torch.int32)
     for slot, start in enumerate(sequences):
         start.slot = slot
     start_slots(state, sequences)

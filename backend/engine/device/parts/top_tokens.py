@@ -17,7 +17,6 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.device.sampling import on_device
-from tridecode.backend.engine.parts.draft_masks import DraftMasks
 from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.ranks import vocab_logits
 from tridecode.backend.engine.step.plan import StepPlan
@@ -49,9 +48,8 @@ class TopTokensRun(PartRun[TopTokens]):
     def before(self) -> None:
         """Decide where the tokens are computed. Runs after copies of slots."""
         state = self.state
-        if state.top is not None:  # DraftMasks edits logits that are not saved
-            has_masks = self.plan.part(DraftMasks) is not None
-            self._in_step = not (has_masks or self._any_has("no_repeat_ngram_size"))
+        if state.top is not None:
+            self._in_step = not self._any_has("no_repeat_ngram_size")
 
     def _any_has(self, name: str) -> bool:
         """Return whether the column is above 0 in a slot that requests the tokens; slots that start with this
