@@ -17,6 +17,7 @@ from tridecode.backend.engine.speculation.records import (
     SEARCHES,
     DraftRecord,
 )
+from tridecode.backend.engine.speculation.step_times import StepTimes
 
 #: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
@@ -59,10 +60,12 @@ class DepthPolicy:
     """Learns the chances of drafts, and chooses the width of steps.
 
     costs: None: a row with a match gets all drafts that it may have. most: drafts per row (max_draft_tokens).
+    times: what steps take in service.
     """
 
     costs: StepCosts | None
     most: int
+    times: StepTimes = field(default_factory=StepTimes)
     _shared: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
     _widths: dict[tuple[int, bool], tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
 
@@ -91,9 +94,20 @@ class DepthPolicy:
             expected = len(mosts) + sum(
                 _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
             )
-            if expected / cost > best:
-                best, best_width = expected / cost, width
+            rate = expected / (cost * self.times.overhead)
+            if rate > best:
+                best, best_width = rate, width
         return [min(most, best_width - 1) for most in mosts]
+
+    def took(self, rows: int, width: int, now: float) -> None:
+        """Note when the result of a step came. rows: 0 for a step with prompts. width: tokens of its longest
+        row. now: seconds."""
+        if self.costs is None:
+            return
+        plain, widths = self._widths_of(rows) if rows else (0.0, [])
+        sizes = [(1, plain), *widths] if plain else []
+        padded = next((one for one in sizes if one[0] >= width), None)
+        self.times.take(None if padded is None else (rows, padded[0]), now, padded[1] if padded else 0.0)
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""

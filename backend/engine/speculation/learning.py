@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -127,6 +128,8 @@ class Learning:
 
     def end_step(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the result of a step."""
+        is_decode = plan.num_decodes == plan.num_rows
+        self.policy.took(plan.num_rows if is_decode else 0, max(plan.queries, 1), time.perf_counter())
         if plan.queries and result.accepted is not None:
             wide = np.flatnonzero(plan.samples[: plan.num_decodes] > 1).tolist()
             for row in wide:
