@@ -18,7 +18,8 @@ class Constraint:
     mask: (W,) int32, the possible ids of the next token (SamplingState.masks). error: why there is none.
     is_over: the answer is complete, and the request has no token that ends it. matcher: its state.
     drafts: tokens behind the newest one, which the grammar forces (is_forced) or allows; none ends the
-    answer. draft_masks: (len(drafts), W) int32, masks of the token behind each draft.
+    answer. draft_masks: (len(drafts), W) int32, masks of the token behind each draft. mask_s: CPU seconds of
+    one of them, as last measured; 0.0: not yet.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Constraint:
         self.drafts: list[int] = []
         self.is_forced = True
         self.draft_masks = np.zeros((0, words), np.int32)
+        self.mask_s = 0.0
         self._most_drafts = most_drafts
         self._beginning, self._tokens = matcher, list[int]()  # of the answer so far, if there are drafts
         self._model_ends, self._ends = list(model_ends), list(ends)
@@ -127,7 +129,7 @@ class Constraint:
         """Draft the tokens that must follow, or the first of the proposed ones that may follow; append the
         mask behind each to `masks`, and return to the newest token. until: of this thread's CPU time,
         about."""
-        matcher, mask, taken = self.matcher, self.mask, 0
+        matcher, mask, taken, begun = self.matcher, self.mask, 0, time.thread_time()
         forced = matcher.forced_tokens()
         self.is_forced = bool(forced)
         self.drafts = list(forced or proposed)[: self._most_drafts]
@@ -141,6 +143,8 @@ class Constraint:
             if self._limit(mask):  # the answer is complete: it ends when the token is drawn
                 break
             masks.append(mask)
+        if taken:
+            self.mask_s = (time.thread_time() - begun) / taken
         matcher.rollback(taken)
 
     def _restore(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +18,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     count: Annotated[int, msgspec.Meta(ge=1, lt=MOST_QUERIES)]
     rows: bytes
     least: Annotated[int, msgspec.Meta(ge=1, le=NEVER)] = NEVER
+    masked: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -27,14 +28,16 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 class Drafting(StepPart):
     """count: drafts after the newest token of each row. rows: (n,) int32, ascending rows of the plan that are
     sampled and have a slot. least: a row with a match of this many tokens or more keeps the drafts of the
-    match instead. The plan's block tables have room for `count` tokens more than each row's tokens. No
-    result: the drafts stay on the device.
+    match instead. masked: (m,) int32, ascending rows among them that obey a grammar; their drafts go to the
+    host (StepResult.found), which computes the masks. The plan's block tables have room for `count` tokens
+    more than each row's tokens. No result: the drafts stay on the device.
     """
 
     tag = "drafting"
     count: int
     rows: np.ndarray
     least: int = NEVER
+    masked: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def captures(self) -> bool:
@@ -45,7 +48,7 @@ class Drafting(StepPart):
         return True
 
     def encode(self) -> Any:
-        return _Frame(self.count, ints(self.rows), self.least)
+        return _Frame(self.count, ints(self.rows), self.least, ints(self.masked))
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> Drafting:
@@ -59,4 +62,8 @@ class Drafting(StepPart):
             )
         if ((plan.slots[rows] < 0) | (plan.samples[rows] < 1)).any():
             raise TridecodeError(f"{where} has a row without a slot or without a sample")
-        return cls(found.count, rows, found.least)
+        masked = read_ints(found.masked, len(found.masked) // 4, where)
+        if (masked[1:] <= masked[:-1]).any() or not np.isin(masked, rows).all():
+            shown = masked[:8].tolist()
+            raise TridecodeError(f"{where} has masked rows {shown}; wanted some of its rows, ascending")
+        return cls(found.count, rows, found.least, masked)

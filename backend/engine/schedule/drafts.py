@@ -65,12 +65,6 @@ def may_verify(sequence: Sequence) -> bool:
     )
 
 
-def may_draft(sequence: Sequence) -> bool:
-    """Return whether a drafter may draft for a sequence. One that obeys a grammar has the drafts of its
-    Constraint: each of them needs a mask of the token behind it."""
-    return sequence.constraint is None and may_verify(sequence)
-
-
 class DraftPlanner:
     """Builds the decode rows of an engine with a drafter.
 
@@ -124,8 +118,18 @@ class DraftPlanner:
             most = len(sequence.constraint.drafts)
         elif not may_verify(sequence):
             return 0
+        return self._room_for(sequence, min(most, budget))
+
+    def _most_ahead(self, learning: Learning, sequence: Sequence, budget: int) -> int:
+        """Return how many drafts the drafter may compute behind the newest token of a row."""
+        if not may_verify(sequence) or self._is_forced(learning, sequence):
+            return 0
+        return self._room_for(sequence, min(budget, MOST_QUERIES - 1))
+
+    def _room_for(self, sequence: Sequence, most: int) -> int:
+        """Return the number of drafts, up to `most`, before the sequence's last token."""
         left = self._last_lengths.item(sequence.slot) - self._cache.lengths.item(sequence.slot) - 1
-        return max(min(most, budget, left), 0)
+        return max(min(most, left), 0)
 
     def rows(self, sequences: list[Sequence], counts: list[int], budget: int) -> DraftRows:
         """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
@@ -173,7 +177,7 @@ class DraftPlanner:
         if learning is None or not learning.planned:
             return
         for sequence in plan.sequences:
-            if sequence.draft_record is not None and sequence.constraint is None:
+            if sequence.draft_record is not None:
                 sequence.draft_record.ahead = 0
         rows = np.flatnonzero((plan.samples > 0) & (plan.slots >= 0)).tolist()
         chosen, columns, has_prompts = [], plan.block_tables.shape[1], plan.num_decodes < plan.num_rows
@@ -183,8 +187,7 @@ class DraftPlanner:
             count = max(1, *counts)
             for row, sequence, most in zip(rows, sequences, counts):
                 tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
-                keeps = not has_prompts and may_draft(sequence) and learning.keeps(sequence)
-                wants = most > 0 or keeps
+                wants = most > 0 or (not has_prompts and self._keeps(learning, sequence))
                 is_short = tokens <= self._limits.max_sequence_tokens
                 if wants and is_short and cache.extend(sequence, tokens) >= tokens:
                     chosen.append(row)
@@ -199,7 +202,19 @@ class DraftPlanner:
                     sequence.draft_gap = min(sequence.draft_gap, sequence.num_known - 1)
         if chosen:
             plan.block_tables = cache.tables[plan.slots, :columns]
-            plan.parts.append(Drafting(count, np.array(chosen, np.int32), learning.least_match))
+            masked = [row for row in chosen if plan.sequences[row].constraint is not None]
+            arrays = np.array(chosen, np.int32), np.array(masked, np.int32)
+            plan.parts.append(Drafting(count, arrays[0], learning.least_match, arrays[1]))
+
+    def _keeps(self, learning: Learning, sequence: Sequence) -> bool:
+        """Return whether the drafter's cache is filled for a row that gets no drafts."""
+        return may_verify(sequence) and not self._is_forced(learning, sequence) and learning.keeps(sequence)
+
+    def _is_forced(self, learning: Learning, sequence: Sequence) -> bool:
+        """Return whether a row keeps tokens of a grammar that the drafter's cache will lack."""
+        constraint = sequence.constraint
+        lacks = constraint is not None and constraint.is_forced and sequence.unsettled > 0
+        return lacks and learning.keeps_cache and not learning.reads_rows
 
     def _counts_ahead(
         self, learning: Learning, plan: StepPlan, rows: list[int], sequences: list[Sequence], may: bool
@@ -207,7 +222,7 @@ class DraftPlanner:
         """Return how many drafts of each of these rows the drafter computes behind a step; let it read what
         it has missed before. may: whether the next step may verify drafts."""
         budget = self._limits.max_sequences - len(rows)
-        mosts = [0 if one.constraint is not None else self._most(one, max(budget, 1)) for one in sequences]
+        mosts = [self._most_ahead(learning, one, max(budget, 1)) for one in sequences]
         may = may and budget > 0 and learning.may_draft(len(rows))
         if self._reads is not None:
             if may and plan.num_decodes == plan.num_rows:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.speculation.records import DraftRecord
-from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 
 
 @dataclass
@@ -58,13 +60,11 @@ class CombinedLearning(Learning):
             return True
         return self.policy.chance(record) >= self.policy.chance(record.planned)
 
-    def end_step(self, plan: StepPlan, result: StepResult) -> None:
-        super().end_step(plan, result)
-        if result.found is None:
-            return
+    def _take_found(self, plan: StepPlan, rows: np.ndarray, found: np.ndarray) -> None:
+        super()._take_found(plan, rows, found)
         part = plan.part(Drafting)
         drafted = set() if part is None else set(part.rows.tolist())
-        for row, (matched, *_) in zip(result.found[0].tolist(), result.found[1].tolist()):
+        for row, (matched, *_) in zip(rows.tolist(), found.tolist()):
             record = plan.sequences[row].draft_record
             if record is not None:
                 record.is_planned = part is not None and row in drafted and matched < part.least

@@ -74,12 +74,17 @@ class DepthPolicy:
         return self.costs is None or bool(self._widths_of(rows)[1])
 
     def choose(
-        self, records: Sequence[DraftRecord | None], mosts: Sequence[int], searched: bool = False
+        self,
+        records: Sequence[DraftRecord | None],
+        mosts: Sequence[int],
+        searched: bool = False,
+        mask_s: float = 0.0,
     ) -> list[int]:
         """Return the number of drafts of each row of a step.
 
         records: of the rows, None for one without drafts. mosts: the most drafts that each may have.
-        searched: whether no planned drafter has computed drafts for the step.
+        searched: whether no planned drafter has computed drafts for the step. mask_s: seconds for which the
+        step waits for the mask of each draft of a row.
         """
         mosts = [min(most, self.most) for most in mosts]
         chances = [self.chance(record) for record in records]
@@ -94,7 +99,7 @@ class DepthPolicy:
             expected = len(mosts) + sum(
                 _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
             )
-            rate = expected / (cost * self.times.overhead)
+            rate = expected / (cost * self.times.overhead + mask_s * (width - 1))
             if rate > best:
                 best, best_width = rate, width
         return [min(most, best_width - 1) for most in mosts]

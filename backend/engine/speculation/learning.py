@@ -136,27 +136,35 @@ class Learning:
                 self._verified(plan.sequences[row], int(plan.samples[row]) - 1, int(result.accepted[row]) - 1)
         if result.found is None:
             return
-        may_draft, (rows, found) = self.may_draft(plan.num_decodes), result.found
-        for row, (matched, source, agreed) in zip(rows.tolist(), found[:, :3].tolist()):
+        rows, found = result.found
+        if self.sources is not None:
+            self._take_found(plan, rows, found[:, :3])
+        if found.shape[1] > 3:
+            self._propose(plan, rows, found[:, 3:])
+
+    def _take_found(self, plan: StepPlan, rows: np.ndarray, found: np.ndarray) -> None:
+        """Take what a search has found for rows of a plan. found: (n, 3) int32."""
+        may_draft = self.may_draft(plan.num_decodes)
+        for row, (matched, source, agreed) in zip(rows.tolist(), found.tolist()):
             record = plan.sequences[row].draft_record
             if record is None:
                 continue
             if may_draft and row < plan.num_decodes and plan.samples[row] == 1:
                 self.policy.learn(self._newest(record), 1, agreed)
             record.matched, record.source = matched, source
-        if found.shape[1] > 3:
-            self._propose(plan, rows, found[:, 3:])
 
     def _propose(self, plan: StepPlan, rows: np.ndarray, ids: np.ndarray) -> None:
         """Choose the drafts of the rows that obey a grammar. rows: (n,) of the plan. ids: (n, k) int32, found
         drafts of each."""
         masked = [i for i, row in enumerate(rows.tolist()) if plan.sequences[row].constraint is not None]
-        records = [plan.sequences[row].draft_record for row in rows[masked].tolist()]
+        sequences = [plan.sequences[row] for row in rows[masked].tolist()]
+        records = [one.draft_record for one in sequences]
         others = plan.num_rows - len(records)
         counts = self.policy.choose(
-            [*records, *[None] * others],
+            [*(None if one is None else self._newest(one) for one in records), *[None] * others],
             [ids.shape[1]] * len(records) + [0] * others,
             searched=True,
+            mask_s=max((one.constraint.mask_s for one in sequences if one.constraint), default=0.0),
         )
         for i, record, count in zip(masked, records, counts):
             if record is not None:

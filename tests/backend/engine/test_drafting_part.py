@@ -22,10 +22,17 @@ def plan_of(*parts: Drafting) -> StepPlan:
 
 
 def test_rows_and_count_arrive() -> None:
-    plan = plan_frame.decode(plan_frame.encode(plan_of(Drafting(5, np.array([0, 1], np.int32)))))
-    (part,) = plan.parts
+    sent = Drafting(5, np.array([0, 1], np.int32), masked=np.array([1], np.int32))
+    (part,) = plan_frame.decode(plan_frame.encode(plan_of(sent))).parts
     assert isinstance(part, Drafting) and part.count == 5 and part.rows.tolist() == [0, 1]
-    assert part.captures
+    assert part.captures and part.masked.tolist() == [1]
+
+
+@pytest.mark.parametrize("masked", [[3], [1, 0], [0, 0], [-1]])
+def test_damaged_masked_rows_are_refused_by_name(masked: list[int]) -> None:
+    part = Drafting(2, np.array([0, 1], np.int32), masked=np.array(masked, np.int32))
+    with pytest.raises(TridecodeError, match="has masked rows .*; wanted some of its rows"):
+        Drafting.decode(msgspec.Raw(msgspec.msgpack.encode(part.encode())), plan_of(), "drafting")
 
 
 @pytest.mark.parametrize(

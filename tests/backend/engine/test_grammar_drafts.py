@@ -30,7 +30,7 @@ from tridecode.backend.engine.device import preparation
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.engine.parts.masks import Masks
 from tridecode.backend.engine.schedule import masked_rows
-from tridecode.backend.engine.schedule.drafts import may_draft
+from tridecode.backend.engine.schedule.drafts import may_verify
 from tridecode.backend.engine.speculation.depth import DepthPolicy
 from tridecode.backend.engine.speculation.device_ids import DeviceIds
 from tridecode.backend.engine.speculation.host_lookup import HostLookup
@@ -329,7 +329,7 @@ def test_ranks_give_the_answers_of_one_rank(
             policy = DepthPolicy(None, 15)
             host = HostLookup(15, 1000) if pipelined else None
             drafter = host or DeviceIds()
-            learning = Learning(policy, AnswerSources(may_draft) if host else None, host)
+            learning = Learning(policy, AnswerSources(may_verify) if host else None, host)
             offline.scheduler.planner.use_drafter(drafter, learning, 15)
         found = run(offline, requests)
         if tensor * stages > 1:

@@ -84,7 +84,7 @@ def test_every_rule_of_sampling_is_that_of_one_token_a_step() -> None:
 
 
 def test_look_up_drafts_for_grammars_beside_a_draft_model() -> None:
-    """The draft model drafts for the sequence without a grammar."""
+    """A match as long as the drafts of the draft model are good replaces them."""
     requests = [(LETTERS, sampled(seed=3, max_tokens=90)), *ruled()[:3]]
     plain = constrained_engine(**SIZES)
     wanted = run(plain, requests)

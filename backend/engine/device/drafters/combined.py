@@ -39,11 +39,11 @@ class CombinedDrafter(DeviceDrafter):
 
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:
-        found, part = self._lookup.propose(step), step.plan.part(Drafting)
-        if found is None or part is None:
-            self.planned.propose(step)
-            return found
-        drafts, rows = step.state.drafts, found[0]
+        rows, part = self._lookup.search(step), step.plan.part(Drafting)
+        if rows is None or part is None:
+            found = self.planned.propose(step)
+            return found if rows is None else self._lookup.to_host(step, rows)
+        drafts = step.state.drafts
         place = np.minimum(np.searchsorted(rows, part.rows), len(rows) - 1)
         place[rows[place] != part.rows] = -1  # was not searched for
         packed = np.stack([step.plan.slots[part.rows], place]).astype(np.int64)
@@ -53,7 +53,7 @@ class CombinedDrafter(DeviceDrafter):
         of_match = drafts.index_select(0, slots)
         self.planned.propose(step)
         drafts.index_copy_(0, slots, torch.where(is_long[:, None], of_match, drafts.index_select(0, slots)))
-        return found
+        return self._lookup.to_host(step, rows)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
         self.planned.prepare(phase)

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.pending import Found
+from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.speculation.records import DRAFT_MODEL
 from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
+from tridecode.backend.engine.step.results import to_host
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import SamplingState
 
@@ -85,6 +89,17 @@ class DeviceDrafter:
 
         Return the values of StepResult.found, if the drafter measures how good its proposals are."""
         return None
+
+    def masked_drafts(self, step: SampledStep) -> Found | None:
+        """Start the copy of the drafts of rows that obey a grammar to the host, after `propose` has written
+        them. Return the rows and (m, 3 + count) int32: three columns for what a search has found, then the
+        drafts; None: there are no such rows."""
+        part = step.plan.part(Drafting)
+        if part is None or not len(part.masked):
+            return None
+        slots = torch.from_numpy(step.plan.slots[part.masked].astype(np.int64))
+        drafts = step.state.drafts.index_select(0, on_device(slots, step.state.drafts.device))
+        return part.masked, to_host(torch.nn.functional.pad(drafts[:, : part.count], (3, 0)))
 
     def prepare(self, phase: Callable[[str], None]) -> None:
         """Capture CUDA graphs, after the cache is allocated. phase: called with the name of what begins."""

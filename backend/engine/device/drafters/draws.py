@@ -29,10 +29,14 @@ class DraftDraws:
         self.sampling = replace(target, **own)
         self.sampler = StepSampler(state, 0, self.sampling)
 
-    def take(self, state: SamplingState, slots: np.ndarray) -> None:
-        """Copy the state that sampling a token changes from the target's, for these slots."""
+    def take(self, state: SamplingState, slots: np.ndarray, masked: np.ndarray) -> None:
+        """Copy the state that sampling a token changes from the target's, for these slots. masked: the slots
+        of sequences that obey a grammar; their masks are those of other tokens, so drafts have none."""
         own = self.sampling
         own.slots.copy_(state.slots)
+        if len(masked):
+            where = on_device(torch.from_numpy(masked.astype(np.int64)), own.slots.device)
+            own.column("masked").index_fill_(0, where, 0)
         own.last_tokens.copy_(state.last_tokens)
         own.lengths.copy_(state.lengths)
         penalised = slots[is_penalised(state.started[slots])]

@@ -14,6 +14,7 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.draws import DraftDraws
+from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.sampling import on_device
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.ranks.vocab_share import mask_padding
@@ -90,10 +91,10 @@ class HeadsDrafter(DeviceDrafter):
         self.replayed = 0
 
     @torch.inference_mode()
-    def propose(self, step: SampledStep) -> None:
+    def propose(self, step: SampledStep) -> Found | None:
         part = step.plan.part(Drafting)
         if part is None:
-            return
+            return None
         rows, device = len(part.rows), self._state.device
         slots = step.plan.slots[part.rows]
         where = on_device(torch.from_numpy(slots.astype(np.int64)), device)
@@ -101,9 +102,10 @@ class HeadsDrafter(DeviceDrafter):
         torch.index_select(self._state.work.last, 0, samples, out=self._states[:rows])
         torch.clamp(step.tokens.index_select(0, samples), min=0, out=self._newest[:rows])
         self._slots[:rows] = where
-        self._draws.take(step.state, slots)
+        self._draws.take(step.state, slots, step.plan.slots[part.masked])
         count = min(part.count, self.weights.depth)
         step.state.drafts[:, :count].index_copy_(0, where, self._run(rows)[:count].T)
+        return self.masked_drafts(step)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
         """Capture a graph for each padded number of rows, on a GPU whose steps run as graphs."""

@@ -49,6 +49,11 @@ class LookupDrafter(DeviceDrafter):
         Ops.look_up has found for them once the device has done the step; if a row obeys a grammar, with the
         drafts of all rows in further columns. None: no row has drafts.
         """
+        rows = self.search(step)
+        return None if rows is None else self.to_host(step, rows)
+
+    def search(self, step: SampledStep) -> np.ndarray | None:
+        """Write state.drafts and `found` behind a launched step; return the (n,) rows that have drafts."""
         plan, state = step.plan, step.state
         self._take_slots(plan)
         ends = np.cumsum(plan.samples)
@@ -60,7 +65,6 @@ class LookupDrafter(DeviceDrafter):
         counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
         firsts = (ends - plan.samples)[rows]
         table = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
-        found = self.found[: len(rows)]
         self._ops.look_up(
             self.history,
             _on_device(torch.from_numpy(table), self._device),
@@ -69,8 +73,13 @@ class LookupDrafter(DeviceDrafter):
             state.drafts,
             longest=self._longest_history(plan) if plan.num_decodes <= ROWS[-1] else 0,
             used=self._used,
-            found=found,
+            found=self.found[: len(rows)],
         )
+        return rows
+
+    def to_host(self, step: SampledStep, rows: np.ndarray) -> Found:
+        """Start the copy of what `propose` returns. rows: of the newest search."""
+        plan, state, found = step.plan, step.state, self.found[: len(rows)]
         slots = plan.slots[rows]
         if self._masked[slots].any():
             places = _on_device(torch.from_numpy(slots.astype(np.int64)), self._device)

@@ -14,6 +14,7 @@ from tridecode.backend.engine.device.drafters.draft_weights import FIRST, NEXT
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.draws import DraftDraws
 from tridecode.backend.engine.device.drafters.missed_tokens import MissedTokens
+from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.sampling import on_device
 from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.parts.drafting import Drafting
@@ -88,17 +89,19 @@ class SequentialDrafter(DeviceDrafter):
         return replace(batch, token_ids=ids, memo={})
 
     @torch.inference_mode()
-    def propose(self, step: SampledStep) -> None:
+    def propose(self, step: SampledStep) -> Found | None:
         missed, part = step.plan.part(DraftReads), step.plan.part(Drafting)
         if missed is not None:
             self._read(self._missed.load(missed, step.plan))
         if part is None:
-            return
+            return None
         slots = step.plan.slots[part.rows]
         where = on_device(torch.from_numpy(slots.astype(np.int64)), self._state.device)
-        self._take_state(step, part.rows, slots, where)
+        self._draws.take(step.state, slots, step.plan.slots[part.masked])
+        self._take_state(step, part.rows, where)
         drawn = self._run(slots, step.plan.block_tables[part.rows], part.count)
         step.state.drafts[:, : part.count].index_copy_(0, where, drawn.T)
+        return self.masked_drafts(step)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
         """Capture graphs of the first draft and of another one, for each padded number of rows, on a GPU
@@ -121,13 +124,10 @@ class SequentialDrafter(DeviceDrafter):
     def rehearse(self, rows: int, drafts: int) -> None:
         self._run(np.full(rows, -1, np.int32), np.zeros((rows, 1), np.int32), drafts)
 
-    def _take_state(
-        self, step: SampledStep, rows: np.ndarray, slots: np.ndarray, where: torch.Tensor
-    ) -> None:
-        """Copy what drawing a token changes, for these rows of a step, and let Ops.place_rows place their
-        newest two tokens. slots: (n,) int32. where: the same on the device, int64."""
+    def _take_state(self, step: SampledStep, rows: np.ndarray, where: torch.Tensor) -> None:
+        """Let Ops.place_rows place the newest two tokens of these rows of a step. where: (n,) int64, their
+        slots."""
         plan, state, own, device = step.plan, step.state, self._newest, self._state.device
-        self._draws.take(state, slots)
         # (3, n): the token before the newest, of the batch, plus the row that counts the kept ones, or -1;
         # the place of the newest, or -1 if only the device knows it
         is_prompt = rows >= plan.num_decodes
