@@ -68,6 +68,8 @@ class StepBuffers:
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
         self._turn = 0
         self.latest: Batch  # the newest batch
+        #: token_ids, positions, kv_slots and context_lens of the newest batch: what Ops.place_rows writes
+        self.placed: torch.Tensor
 
     @property
     def device_bytes(self) -> int:
@@ -186,6 +188,7 @@ class StepBuffers:
         queries: int = 0,
         decode_tokens: int = -1,
     ) -> Batch:
+        self.placed = packed[: layout.views["context_lens"][1]]
         views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
         views["block_tables"] = views["block_tables"].view(rows, -1)
         self.latest = Batch(

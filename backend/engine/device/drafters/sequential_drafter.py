@@ -60,6 +60,8 @@ class SequentialDrafter(DeviceDrafter):
         self._missed = MissedTokens(state, turns)
         self._ids = torch.zeros(state.work.hidden.shape[0], dtype=torch.int32, device=device)
         self._drawn = torch.zeros((MOST_DRAFTS + 1, rows), dtype=torch.int32, device=device)
+        #: StepBuffers.placed of the newest batch before its rows are placed
+        self._unplaced = torch.zeros(4 * (tokens + 4), dtype=torch.int32, device=device)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)  # row of _drawn that is written next
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self.replayed = 0
@@ -116,7 +118,7 @@ class SequentialDrafter(DeviceDrafter):
         ]
         with no_collection():
             for rows, tokens in reversed(sizes):
-                batch = self.buffers.load_rows(empty_rows(rows, tokens), rows, tokens, self._longest)
+                batch = self._load(empty_rows(rows, tokens), rows, tokens)
                 self._turn.zero_()
                 self._graphs[rows, tokens] = capture(batch, f"of a draft of {rows} rows"), batch
 
@@ -159,13 +161,20 @@ class SequentialDrafter(DeviceDrafter):
         rows, tokens = plan.num_rows, plan.queries
         place = bisect_left(ROWS, rows)
         graph = self._graphs.get((ROWS[place], tokens)) if place < len(ROWS) else None
-        batch = self.buffers.load_rows(plan, rows if graph is None else ROWS[place], tokens, self._longest)
+        batch = self._load(plan, rows if graph is None else ROWS[place], tokens)
         for _ in range(times):
             if graph is None:
                 self._draw(batch)
             else:
                 graph[0].replay()
                 self.replayed += 1
+
+    def _load(self, plan: StepPlan, rows: int, tokens: int) -> Batch:
+        """Load the rows of drafts, and keep a copy of what placing them overwrites."""
+        batch = self.buffers.load_rows(plan, rows, tokens, self._longest)
+        placed = self.buffers.placed
+        self._unplaced[: len(placed)].copy_(placed)
+        return batch
 
     @torch.inference_mode()
     def _draw(self, batch: Batch) -> None:
@@ -181,11 +190,7 @@ class SequentialDrafter(DeviceDrafter):
         self._drawn[:, : batch.num_rows].index_copy_(0, self._turn, drawn[None])
         self._turn.add_(1)
         if tokens == 1:
-            unknown = torch.where(batch.sample_slots >= 0, -1, 0).int()  # one token a row: of rows, too
-            batch.token_ids.copy_(unknown)
-            batch.context_lens.copy_(unknown)
-            batch.positions.zero_()
-            batch.kv_slots.fill_(-1)
+            self.buffers.placed.copy_(self._unplaced[: len(self.buffers.placed)])
 
 
 def _rows_of(slots: np.ndarray, tables: np.ndarray, tokens: int) -> StepPlan:
