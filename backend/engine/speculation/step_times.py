@@ -16,7 +16,8 @@ class StepTimes:
     start-up. Those lack what the host does between steps, which decides the time of steps of small models."""
 
     def __init__(self) -> None:
-        self._plain = self._wide = 0.0  # time over cost; 0.0: not known yet
+        # time over cost; 0.0: not known yet, the cost counts
+        self._plain = self._wide = 0.0
         self._newest: tuple[int, int] | None = None
         self._at = 0.0
 
@@ -24,7 +25,7 @@ class StepTimes:
     def overhead(self) -> float:
         """Return how much longer steps with drafts take than plain steps, both relative to their costs; at
         least 1.0."""
-        return max(self._wide / self._plain, 1.0) if self._wide and self._plain else 1.0
+        return max(self._wide / (self._plain or 1.0), 1.0) if self._wide else 1.0
 
     def take(self, shape: tuple[int, int] | None, now: float, cost: float) -> None:
         """Take the result of a step. shape: (rows, padded tokens of the longest row) of a decode step;
@@ -33,8 +34,8 @@ class StepTimes:
         self._newest, self._at = shape, now
         if shape is None:
             return
-        if shape[1] == 1 and self._wide > self._plain > 0.0:
-            self._wide += _RECOVERY * (self._plain - self._wide)
+        if shape[1] == 1 and self._wide > (self._plain or 1.0):
+            self._wide += _RECOVERY * ((self._plain or 1.0) - self._wide)
         if not is_equal or not 0.0 < seconds < _OUTLIER * cost:
             return
         if shape[1] > 1:

@@ -38,6 +38,12 @@ def test_drafts_end_where_steps_with_drafts_take_longer_than_measured_and_are_tr
     assert drafts_of(policy) > 0
 
 
+def test_drafts_end_within_a_few_steps_where_no_plain_step_came_before() -> None:
+    policy = DepthPolicy(COSTS, 7)
+    run(policy, 0.0, 3, 3.0, 4)
+    assert drafts_of(policy) == 0
+
+
 def test_only_intervals_between_equal_steps_count() -> None:
     policy = DepthPolicy(COSTS, 7)
     now = run(policy, 0.0, 3, 1.0, 1)
