@@ -39,6 +39,8 @@ class LookupDrafter(DeviceDrafter):
         self._host = [empty_host((size,), torch.int32, device) for _ in range(turns)]
         self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
         self._masked = np.zeros(config.slots, bool)  # whether it obeys a grammar: the host needs the drafts
+        #: slots of the newest step, if it was a plain decode step, its rows with drafts, and their table
+        self._newest: tuple[np.ndarray, np.ndarray, Tensor] | None = None
         self._next = self._used = 0  # place of the ring that is written next; written places
 
     @torch.inference_mode()
@@ -56,18 +58,12 @@ class LookupDrafter(DeviceDrafter):
         """Write state.drafts and `found` behind a launched step; return the (n,) rows that have drafts."""
         plan, state = step.plan, step.state
         self._take_slots(plan)
-        ends = np.cumsum(plan.samples)
-        is_mine = (plan.samples > 0) & (plan.slots >= 0)
-        is_mine[is_mine] = self._drafts[plan.slots[is_mine]]
-        rows = np.flatnonzero(is_mine)
+        rows, table = self._searched_rows(plan)
         if not len(rows):
             return None
-        counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
-        firsts = (ends - plan.samples)[rows]
-        table = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
         self._ops.look_up(
             self.history,
-            _on_device(torch.from_numpy(table), self._device),
+            table,
             self._sampler.tokens,
             self._sampler.accepted,
             state.drafts,
@@ -76,6 +72,26 @@ class LookupDrafter(DeviceDrafter):
             found=self.found[: len(rows)],
         )
         return rows
+
+    def _searched_rows(self, plan: StepPlan) -> tuple[np.ndarray, Tensor]:
+        """Return the (n,) rows of a plan that have drafts, and Ops.look_up's table of them. Most steps have
+        the rows of the step before: with a small model, making and copying the table takes longer than
+        searching."""
+        is_plain = not plan.queries and plan.num_decodes == plan.num_rows
+        if is_plain and self._newest is not None and np.array_equal(plan.slots, self._newest[0]):
+            return self._newest[1:]
+        ends = np.cumsum(plan.samples)
+        is_mine = (plan.samples > 0) & (plan.slots >= 0)
+        is_mine[is_mine] = self._drafts[plan.slots[is_mine]]
+        rows = np.flatnonzero(is_mine)
+        if not len(rows):
+            return rows, self.found[:0]
+        counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
+        firsts = (ends - plan.samples)[rows]
+        packed = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
+        table = _on_device(torch.from_numpy(packed), self._device)
+        self._newest = (plan.slots.copy(), rows, table) if is_plain else None
+        return rows, table
 
     def to_host(self, step: SampledStep, rows: np.ndarray) -> Found:
         """Start the copy of what `propose` returns. rows: of the newest search."""
@@ -94,6 +110,8 @@ class LookupDrafter(DeviceDrafter):
     def _take_slots(self, plan: StepPlan) -> None:
         """Apply the copies of slots, the slots that start and the new texts of a plan."""
         history, forks, sources = self.history, plan.part(Forks), plan.part(DraftSources)
+        if plan.starts or forks is not None or sources is not None:
+            self._newest = None
         if forks is not None and forks.slots:
             pairs = np.array(forks.slots).T
             both = _on_device(torch.from_numpy(pairs.astype(np.int64)), self._device)
