@@ -54,6 +54,10 @@ class BlockIndex:
     def users(self, block: int) -> int:
         return self._users[block]
 
+    def is_free(self, block: int) -> bool:
+        """Return whether the block has neither a user nor an identity."""
+        return self._users[block] == 0 and self._keys[block] is None
+
     # ------------------------------------------------------------ users
 
     def allocate(self, count: int) -> list[int]:

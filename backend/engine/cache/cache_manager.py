@@ -36,8 +36,9 @@ class CacheManager:
         self.index = BlockIndex(limits.num_blocks, None if tier is None else tier.hasher)
         self.prefixes = PrefixCache(self.index, limits.block_tokens)
         self.prefixes.tier = self.tier = tier
+        self._cleared: set[int] = set()  # blocks that may hold non-finite values
         if tier is not None:
-            tier.bind(self.index)
+            tier.bind(self.index, self._cleared)
         self.block_tokens = limits.block_tokens
         self.lengths = np.zeros(limits.max_sequences, np.int32)
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
@@ -48,7 +49,6 @@ class CacheManager:
         self.shifts = np.zeros(limits.max_sequences, np.int32)
         self._free_slots = list(range(limits.max_sequences))  # a heap
         self._sharing: list[Sequence] = []  # forks since the last plan whose partial block may be shared
-        self._cleared: list[int] = []
         self._slot_copies: dict[int, int] = {}  # destination -> source, for the next plan
         self._block_copies: dict[int, int] = {}
         self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
@@ -267,7 +267,7 @@ class CacheManager:
         heapq.heappush(self._free_slots, sequence.slot)
         self.index.release(sequence.blocks)
         if sequence.group.learned is not None and sequence.group.learned.size:
-            self._cleared += [block for block in sequence.blocks if not self.index.users(block)]
+            self._cleared.update(block for block in sequence.blocks if self.index.is_free(block))
         self._slot_copies.pop(sequence.slot, None)
         if self._block_copies:
             for block in sequence.blocks:
@@ -277,10 +277,9 @@ class CacheManager:
         sequence.slot, sequence.blocks = -1, []
 
     def take_cleared(self) -> list[int]:
-        """Return the blocks that the next plan sets to zero: a request's table may have left non-finite
-        values in them.
-        """
-        cleared, self._cleared = self._cleared, []
+        """Return the blocks that the next plan with rows sets to zero."""
+        cleared = sorted(self._cleared)
+        self._cleared.clear()
         return cleared
 
     def take_sharing(self) -> list[Sequence]:

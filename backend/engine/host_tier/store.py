@@ -86,7 +86,7 @@ class HostStore:
         shape = (self.most_blocks, slot_bytes)
         self._out, buffer = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
         #: one half is filled while the blocks of the other are written to the cache
-        self._halves = [_Half(half) for half in buffer.split(-(-self.most_blocks // 2))]
+        self._halves = [_Half(half) for half in buffer.split(max(self.most_blocks // 2, 1))[:2]]
 
     def use(self, caches: Sequence[CacheLayer]) -> None:
         """Use the caches of all layers of this rank."""

@@ -52,7 +52,7 @@ class HostTier:
         self.hasher = BlockHasher(secret)
         self.slots = BlockIndex(num_slots, self.hasher)
         self.cost = CopyCost(block_tokens)
-        self.index = BlockIndex(0)  # of the cache, see `bind`
+        self.index, self._cleared = BlockIndex(0), set[int]()  # of the cache, see `bind`
         self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
         self.tokens = 0  # total that admitted sequences have found because they were copied in
         self.faults = 0  # total of blocks with a wrong checksum
@@ -87,9 +87,9 @@ class HostTier:
         filled = {entry.slot for entry in entries}
         slots.release([slot for slot in reversed(every) if slot not in filled])
 
-    def bind(self, index: BlockIndex) -> None:
-        """Use the index of the cache."""
-        self.index = index
+    def bind(self, index: BlockIndex, cleared: set[int]) -> None:
+        """Use the index of the cache. cleared: the blocks that the next plan with rows sets to zero."""
+        self.index, self._cleared = index, cleared
 
     @property
     def has_work(self) -> bool:
@@ -149,7 +149,9 @@ class HostTier:
         if needed - len(found) > index.num_available or len(slots) > index.num_free:
             index.release(found)
             return False
-        fetch = Fetch(sequence, parent, keys[: len(slots)], slots, index.allocate(len(slots)), found)
+        blocks = index.allocate(len(slots))
+        self._cleared.difference_update(blocks)  # a plan without rows may fill them first
+        fetch = Fetch(sequence, parent, keys[: len(slots)], slots, blocks, found)
         self.slots.share(slots)  # neither evicted nor overwritten until they are read
         self._fetches.append(fetch)
         self._coming.update(fetch.keys)
@@ -283,7 +285,9 @@ class HostTier:
             if self.draft_keys is not None:
                 self.draft_keys.copy_in(key, fetch.blocks[number])
             fetch.intact += 1
-        fetch.failed |= not intact
+        if not intact:
+            self._cleared.add(fetch.blocks[number])
+            fetch.failed = True
         if fetch.landed == fetch.issued and (fetch.failed or fetch.issued == len(fetch.slots)):
             self._end(fetch)
 

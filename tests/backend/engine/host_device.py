@@ -12,6 +12,7 @@ from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.engine.host_tier.tier import HostTier
 from tridecode.backend.engine.parts.host_copies import Copied, HostCopies, empty_plan
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.step import plan_frame
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
@@ -43,6 +44,9 @@ class HostDevice(ToyDevice):
         if part is not None:
             frame = plan_frame.decode(plan_frame.encode(empty_plan(plan.step, part)))
             assert frame.parts == [part], "another rank gets other copies"
+        tables = plan.part(PromptTables)
+        if tables is not None:
+            self.cache[tables.tables.cleared] = self.shifts[tables.tables.cleared] = -3
         copied = None if part is None else self._copies(part)
         rest = replace(plan, parts=[one for one in plan.parts if one is not part])
         result = StepResult(np.zeros(0, np.int32), np.zeros(0, np.float32))

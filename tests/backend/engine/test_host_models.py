@@ -337,6 +337,30 @@ def test_a_changed_byte_is_noticed_and_the_block_computed(memory: int) -> None:
 
 
 @torch.inference_mode()
+def test_damaged_values_that_are_not_numbers_reach_no_other_sequence(memory: int) -> None:
+    """A prompt ends while it waits for its blocks. Another one gets the block that they came into, and fills
+    only a part of it."""
+    model = llama()
+    prompt = beginnings(model.config.vocab_size)[0]
+    first = small_engine(model, memory)
+    first.generate([prompt], GREEDY)
+    flush(first)
+    store = first.engine.state.host
+    assert store is not None
+    store._slots[[entry.slot for entry in store.region.entries()]] = 255
+    wanted = small_engine(model, None).generate([prompt[:3]], GREEDY)[0].tokens
+    after = small_engine(model, memory)
+    tier = tier_of(after)
+    number = after.submit(prompt, GREEDY)
+    while not tier.faults:
+        after.step()
+    after.scheduler.cancel(b"offline", number)
+    after.scheduler.take_events()
+    assert after.generate([prompt[:3]], GREEDY)[0].tokens == wanted
+    assert tier.tokens == 0
+
+
+@torch.inference_mode()
 def test_a_block_half_written_at_a_kill_is_not_seen(memory: int) -> None:
     model = llama()
     prompt = beginnings(model.config.vocab_size)[0]

@@ -169,6 +169,23 @@ def test_blocks_return_bit_by_bit_with_shapes_of_any_size(dtype: torch.dtype, sh
     assert store.region.checksum(3) is None and len(store.region.entries()) == 4
 
 
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_an_odd_number_of_blocks_passes_the_buffer(count: int) -> None:
+    """The halves of the buffer are equal, also of a buffer for an odd number of blocks."""
+    cache = CacheLayer(torch.randn(2 * count, 2, 1, 8, 64))
+    size = cache.blocks[0].nbytes
+    fd = create_file(1 << 20)
+    try:
+        store = HostStore(region_of(fd, MODEL, size, count), [size], torch.device("cpu"))
+    finally:
+        os.close(fd)
+    assert store.most_blocks == count
+    store.use([cache])
+    store.end(store.begin(HostCopies(outs=[BlockOut(n, n, key(n), NONE) for n in range(count)])))
+    assert store.end(store.begin(HostCopies(ins=[(n, count + n) for n in range(count)]))) == [True] * count
+    assert torch.equal(cache.blocks[:count], cache.blocks[count:])
+
+
 # ---------------------------------------------------------------- plans
 
 

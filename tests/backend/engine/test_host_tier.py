@@ -21,6 +21,8 @@ from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
 from tridecode.backend.engine.host_tier.cost import CopyCost
 from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
+from tridecode.backend.engine.parts.host_copies import HostCopies
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.wire.messages import Perf, SamplingParams, Sent, SequenceRequest, SessionRound, Submit
 
 LONG = [(7 * i) % 50 for i in range(24)]
@@ -59,6 +61,18 @@ class HostMachine(RequestMachine):
         self.submit(
             [*shared, *own], max_tokens=count, num_return_sequences=samples, cache=cache, cache_salt=salt
         )
+
+    @rule(own=st.lists(st.integers(0, 1), max_size=5), count=st.integers(1, 3), others=st.integers(0, 3))
+    def return_to(self, own: list[int], count: int, others: int) -> None:
+        """A prompt whose beginning is in the tier and not in the cache, alone or with others in flight."""
+        self.submit(SHARED[3], max_tokens=1)
+        self.run.finish()
+        self.run.scheduler.cache.index.evict(100)
+        for _ in range(others):
+            self.submit([3, 3], max_tokens=count)
+            self.run.step()
+        self.submit([*SHARED[3], *own], max_tokens=count)
+        self.run.step()
 
     @rule(data=st.data(), new=st.lists(st.integers(0, 2), min_size=1, max_size=3), count=st.integers(1, 6))
     def ask_again(self, data: st.DataObject, new: list[int], count: int) -> None:
@@ -260,6 +274,39 @@ def test_a_damaged_block_is_computed_and_counted_and_replaced() -> None:
     before = computed(run)
     ask(run, 3, LONG)
     assert run.tier.faults == 1 and computed(run) - before == 4, "the slot was filled again"
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_block_with_damaged_values_is_set_to_zero_unless_others_have_filled_it(is_ended: bool) -> None:
+    """Masked positions of a block must not be NaN. is_ended: the request ends before its copies, and the next
+    plan, without rows, fills the same block for another request."""
+    other = [9] * 24
+    run = HostRun(limits(num_blocks=16, max_step_tokens=16), HostMemory(100), most_blocks=6)
+    ask(run, 1, LONG)
+    ask(run, 2, other)
+    run.scheduler.cache.index.evict(16)
+    run.memory.damaged.add(run.memory.entries()[0].slot)
+    run.submit(3, LONG, max_tokens=2)
+    plan = run.scheduler.plan()
+    copies = None if plan is None else plan.part(HostCopies)
+    assert plan is not None and copies is not None
+    damaged = copies.ins[0][1]
+    if is_ended:
+        run.scheduler.cancel(DOOR, 3)
+    run.take(run.scheduler.commit(plan, run.device.run(plan)))
+    assert run.scheduler.cache._cleared == {damaged, *(block for _, block in copies.ins[:1])}
+    run.submit(4, other, max_tokens=2)
+    plan = run.scheduler.plan()
+    assert plan is not None
+    later, tables = plan.part(HostCopies), plan.part(PromptTables)
+    if is_ended:
+        assert later is not None and damaged in [block for _, block in later.ins] and tables is None
+    else:
+        assert tables is not None and tables.tables.cleared == [damaged] and plan.num_rows
+    run.take(run.scheduler.commit(plan, run.device.run(plan)))
+    run.finish()
+    assert run.tokens[4, 0] == expected(other, 2)
+    assert is_ended or run.tokens[3, 0] == expected(LONG, 2)
 
 
 def test_a_damaged_block_is_not_found_by_the_next_engine() -> None:
