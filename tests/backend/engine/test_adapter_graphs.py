@@ -1,0 +1,130 @@
+"""Decode steps with adapters leave neither their graphs nor the operations of a layer, on any device.
+
+Graphs are stand-ins on a CPU: a replay runs the step operation by operation with the operations that a
+capture would have recorded. Which steps are replayed, and with which operations, is decided as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.backend.engine.offline_models import prompts_of
+from tests.checkpoints import FAMILIES, greedy, save
+from tests.lora_adapters import make_adapter
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device import device_state
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.parts.table import RUNS
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.converters.adapters import write_targets
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.kernels.cpu import Cpu
+from tridecode.kernels.operands import Batch
+
+TOKENS, SLOTS = 6, 4
+#: of a layer; each is followed by one launch that adds the adapters
+LINEARS = 4
+
+
+def add_graphs(engine: Engine) -> None:
+    """Give the engine a stand-in of a graph for each number of rows, without and with adapters."""
+    loaded: list[Batch] = []
+
+    def load(plan: StepPlan, rows: int) -> Batch:
+        loaded[:] = [engine.buffers.load(plan)]
+        return loaded[0]
+
+    def capture(make_ops, batch: Batch, what: str) -> SimpleNamespace:
+        def replay() -> None:
+            engine.run(loaded[0], ops=None if make_ops is None else make_ops(loaded[0]))
+
+        return SimpleNamespace(replay=replay)
+
+    sizes = list(range(1, SLOTS + 1))
+    engine.graphs = DecodeGraphs(sizes, load, partial(capture, None))
+    for part, run in RUNS.items():
+        make_ops = run.graph_ops(engine.state)
+        if make_ops is not None:
+            engine.part_graphs[part] = DecodeGraphs(sizes, load, partial(capture, make_ops))
+
+
+def count_calls(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Return a counter of the calls of these operations, without those from within another of them."""
+    calls: Counter = Counter()
+    within: list[str] = []
+
+    def counted(name: str, operation, *arguments, **named):
+        calls[name] += not within
+        within.append(name)
+        try:
+            return operation(*arguments, **named)
+        finally:
+            within.pop()
+
+    for name in names:
+        operation = getattr(Cpu, name)
+        monkeypatch.setattr(Cpu, name, lambda *a, _of=(name, operation), **named: counted(*_of, *a, **named))
+    return calls
+
+
+@pytest.fixture(params=["llama", "bloom"])
+def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An engine with stand-ins of graphs, and its models by the name of the adapter."""
+    monkeypatch.setattr(Cpu, "fuses_adapters", True)
+    monkeypatch.setattr(device_state, "fits", lambda linears: True)
+    model = FAMILIES[request.param]()
+    models = {"": model, "all": make_adapter(model, tmp_path / "adapters" / "all", seed=1)}
+    planned = plan_conversion(open_checkpoint(save(model, tmp_path / "hf", tokenizer=False)))
+    planned.write(tmp_path / "weights")
+    write_targets(tmp_path / "weights", planned)
+    config = EngineConfig(
+        max_sequences=SLOTS, block_tokens=8, cache_bytes=1 << 20, lora_path=str(tmp_path / "adapters")
+    )
+    offline = OfflineEngine.load(tmp_path / "weights", config)
+    add_graphs(offline.engine)
+    yield offline, models
+    offline.engine.close()
+
+
+def test_every_decode_step_with_adapters_is_replayed_with_few_operations(served, monkeypatch) -> None:
+    offline, models = served
+    engine = offline.engine
+    assert AdapterRows in engine.part_graphs
+    calls = count_calls(["linear", "add_adapters", "norm", "finish_qkv"], monkeypatch)
+    steps: list[tuple[bool, bool, Counter]] = []
+    replay = engine._replay
+
+    def watched(plan: StepPlan, parts) -> bool:
+        calls.clear()
+        done = replay(plan, parts)
+        part = plan.part(AdapterRows)
+        if plan.num_decodes == plan.num_tokens and not plan.starts:
+            steps.append((done, part is not None and part.numbers is not None, Counter(calls)))
+        return done
+
+    monkeypatch.setattr(engine, "_replay", watched)
+    prompts = prompts_of([7, 1, 13], models[""].config.vocab_size)
+    asked = list(zip(["all", "", "all"], prompts))
+    numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
+    offline.run()
+    for (name, prompt), number in zip(asked, numbers):
+        assert offline.generations[number].tokens == greedy(models[name], prompt, TOKENS)[0]
+    assert len(steps) >= TOKENS - 2 and all(done for done, _, _ in steps)
+    adapted = [found for _, has_adapters, found in steps if has_adapters]
+    assert len(adapted) >= TOKENS - 2
+    layers = engine.model_config.num_layers
+    for found in adapted:
+        assert 0 < found["add_adapters"] <= LINEARS * layers
+        assert found["linear"] <= LINEARS * layers + 1  # and the head
+        # the sums behind attention and MLP compute the next norm, too
+        assert found["norm"] <= 2 and found["finish_qkv"] <= layers
