@@ -1,4 +1,4 @@
-"""Drafts of a GLIDE layer: a decoder layer that attends to its own keys and values, and to the target's."""
+"""Drafts with a GLIDE layer: a decoder layer that attends to its own cache and to the target's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tridecode.kernels.operands import Batch
 
 
 class GlideDrafter(SequentialDrafter):
-    """Runs DeviceState.trained, a GLIDE layer, between the target's embedding and its final norm and head.
+    """Drafts with DeviceState.trained, a GLIDE layer between the target's embedding and final norm.
 
-    Its own keys and values depend on nothing but ids and positions, so that steps with prompts compute them
-    without attention. The second attention reads the cache of one layer of the target, up to the newest
-    token: the target has no keys of drafts, nor of the newest token. The query has the position of its own
-    token. Both attentions have the heads, rotary table, slopes and window of the target's layer.
+    Self-attention reads the layer's own cache. These keys and values depend only on token ids and positions,
+    so steps with prompts compute them without attention. Cross-attention reads the target's cache of one
+    layer, which holds neither the newest token nor the drafts; a query is rotated to the position of its own
+    token. Both attentions use the heads, rotary table, slopes and window of the target's layer.
 
-    turns: host buffers of plans, more than steps in flight.
+    turns: number of host buffers for plans; more than steps in flight.
     """
 
     weights: GlideLayer
@@ -43,9 +43,9 @@ class GlideDrafter(SequentialDrafter):
         self._target, self._own = info.layer, len(state.model.layers) + len(state.draft_layers)
         shape = 2, target.num_kv_heads, config.block_tokens, target.head_size
         state.draft_layers.append(shape)
-        #: inputs of steps with prompts
+        #: embedded tokens of steps with prompts
         self._embedded = torch.zeros_like(state.work.hidden)
-        #: tokens that the target has in its cache, for each row that is drafted for
+        #: number of tokens in the target's cache, for each row that gets drafts
         self._seen = torch.zeros(config.slots, dtype=torch.int32, device=state.device)
         self._rows = torch.arange(config.slots + 1, dtype=torch.int32, device=state.device)
         self._nowhere = torch.full((config.slots,), -1, dtype=torch.int32, device=state.device)
@@ -64,14 +64,14 @@ class GlideDrafter(SequentialDrafter):
         state.model.embed(context, x)
         entry = Rows(x, layer.attention_norm)
         attended = attention(context, entry, layer.qkv, self._heads, state.caches[self._own])
-        if tokens > 1:  # of the others, only keys and values are needed
+        if tokens > 1:  # earlier tokens of a row only need their keys and values
             x, attended = (part[tokens - 1 :: tokens].contiguous() for part in (x, attended))
-        if tokens == FIRST:  # one token of the row is the newest, which the target has not read
+        if tokens == FIRST:  # the row's length includes the newest token, which the target has not read
             torch.clamp(batch.context_lens[:rows] - 1, min=0, out=self._seen[:rows])
         return self._finish(self._last_tokens(batch), x, attended)
 
     def _last_tokens(self, batch: Batch) -> Batch:
-        """Return the last token of each row as a batch that writes no keys and sees what the target has."""
+        """Return the last token of each row as a batch that writes no keys and reads the target's cache."""
         tokens, rows = batch.decode_queries, batch.num_rows
         return replace(
             batch,
@@ -88,13 +88,14 @@ class GlideDrafter(SequentialDrafter):
         )
 
     def _finish(self, batch: Batch, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the logits behind the first attention. x: (R, C), changed. attended: (R, H * D)."""
+        """Run the layer from the self-attention's output on; return the logits. x: (R, C), residual stream,
+        overwritten. attended: (R, H * D)."""
         state, layer, heads, cache = self._state, self.weights, self._heads, self._state.caches[self._target]
         ops, context = state.ops, Context(state.ops, state.ranks, self._work, batch)
         rows = add_linears(context, x, (attended, layer.dense), norm=layer.cross_norm)
         queries = context.parts("context", heads.num_heads * heads.head_size).whole
         ops.linear(rows.x, layer.cross_query, norm=rows.norm, out=queries)
-        qkv = context.parts("qkv", heads.qkv_size).whole  # its keys and values are not read
+        qkv = context.parts("qkv", heads.qkv_size).whole  # only its queries are read
         qkv[:, : queries.shape[1]].copy_(queries)
         if heads.rope is not None:
             ops.finish_qkv(qkv, heads, batch, cache)
@@ -107,7 +108,7 @@ class GlideDrafter(SequentialDrafter):
 
 
 def _workspace(state: DeviceState) -> Workspace:
-    """Return the buffers of a forward that drafts; the logits are the target's."""
+    """Return the activation buffers of a drafting forward; it shares the target's logits buffer."""
     assert state.trained is not None
     info, config, size = state.trained.info, state.config, state.ranks.tensor_size
     layer = replace(state.model_config.of_layer(info.layer), mlp_size=mlp_columns(info, size) * size)

@@ -15,16 +15,18 @@ from tridecode.backend.weights.layout import WeightSpec, share_size
 from tridecode.kernels.operands import DecoderLayer, Linear, Norm
 from tridecode.kernels.ops import Ops
 
-#: added to the mean square of the inputs of a norm
+#: epsilon of the RMS norms
 EPS = 1e-5
 _QKV = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 
 
 @dataclass(frozen=True)
 class GlideLayer(DecoderLayer):
-    """A decoder layer with a second attention, whose keys and values are the target's (Du et al., arXiv
-    2402.02082): x += dense(attention(attention_norm(x))); x += cross_dense(attention of
-    cross_query(cross_norm(x)) over the target's cache); x += down(swiglu(up(mlp_norm(x)))).
+    """A decoder layer with cross-attention to the target's cache (Du et al., arXiv 2402.02082).
+
+    x += dense(attention(qkv(attention_norm(x))))
+    x += cross_dense(attention(cross_query(cross_norm(x)), the target's keys and values))
+    x += down(swiglu(up(mlp_norm(x))))
     """
 
     cross_norm: Norm
@@ -41,7 +43,7 @@ class GlideLayer(DecoderLayer):
         tensor_rank: int,
         tensor_size: int,
     ) -> GlideLayer:
-        """Return this rank's share: whole heads, and columns of the MLP, as those of the target's layers."""
+        """Return this rank's shard, split like the target's layers: by heads, and by columns of the MLP."""
         weights = _FileTensors(trained, ops, dtype, device, tensor_rank, tensor_size)
         return cls(
             attention_norm=weights.norm("input_layernorm", EPS),
@@ -57,12 +59,12 @@ class GlideLayer(DecoderLayer):
 
 
 def mlp_columns(info: DraftInfo, tensor_size: int) -> int:
-    """Return the columns of the MLP's inner activations on a rank."""
+    """Return the size of the MLP's inner activations on one rank."""
     return share_size(info.width, tensor_size, padded=True)
 
 
 def glide_specs(info: DraftInfo) -> list[WeightSpec]:
-    """Return the layer's tensors as Decoder has them: matrices (in, out), q, k and v in one."""
+    """Return the layer's tensors in the layout of Decoder: matrices (in, out), with q, k and v in one."""
     hidden, queries = info.hidden_size, info.num_heads * info.head_size
     keys, heads = info.num_kv_heads * info.head_size, (info.num_heads,)
     every_head = (*heads, info.num_kv_heads, info.num_kv_heads)
@@ -81,7 +83,7 @@ def glide_specs(info: DraftInfo) -> list[WeightSpec]:
 
 
 class _FileTensors(Weights):
-    """The shards of a rank, cut from the whole tensors of the file, whose matrices are (out, in)."""
+    """The shards of one rank, cut from the tensors of the file, whose matrices are (out, in)."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ def _whole(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _shard(spec: WeightSpec, whole: Tensor, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a tensor, padded with zeros as WeightSpec says."""
+    """Return the shard of one rank, zero-padded as WeightSpec describes."""
     if spec.axis is None:
         return whole
     parts = []

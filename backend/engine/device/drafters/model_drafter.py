@@ -1,4 +1,4 @@
-"""Drafts of a draft model: it draws the next tokens of each row with the noise of the target's sampler."""
+"""Drafts with a draft model, which samples the next tokens of each row with the target's random numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tridecode.kernels.operands import Batch
 
 
 class ModelDrafter(SequentialDrafter):
-    """Runs DeviceState.draft over the steps with prompts, and behind the steps that want drafts.
+    """Runs DeviceState.draft on the tokens of steps with prompts, and after each step whose rows get drafts.
 
-    turns: host buffers of plans, more than steps in flight.
+    turns: number of host buffers for plans; more than steps in flight.
     """
 
     def __init__(self, state: DeviceState, turns: int):
