@@ -36,6 +36,15 @@ def own_texts(model, prompts: list[list[int]], **settings) -> list[Text]:
     return [Text(np.array(prompt + one.tokens, np.int32), len(prompt)) for prompt, one in zip(prompts, done)]
 
 
+def check_repeated(offline: OfflineEngine, prompts, params, plain) -> None:
+    """Compare the answers with the plain ones twice, the second time behind cached prefixes."""
+    for _ in range(2):
+        done = generate(offline, prompts, params, depth=2)
+        assert [one.tokens for one in done] == [one.tokens for one in plain]
+        for one, other in zip(done, plain, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+
+
 def check_answers(
     name: str, kind: str, trained: TrainedDraft, graphs: bool, drafter: type, share: float = 0.3
 ) -> None:
@@ -47,11 +56,7 @@ def check_answers(
         plain = generate(gpu_engine(model, keep_logits=False, **SIZES), prompts, params)
         offline = drafting(model, kind, trained=trained, cuda_graphs=graphs)
         learning = learning_of(offline)
-        for _ in range(2):  # the second time behind cached prefixes
-            done = generate(offline, prompts, params, depth=2)
-            assert [one.tokens for one in done] == [one.tokens for one in plain]
-            for one, other in zip(done, plain, strict=True):
-                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+        check_repeated(offline, prompts, params, plain)
         assert learning.drafted[kind] > 60
         if isinstance(params, SamplingParams):
             assert learning.accepted[kind] > share * learning.drafted[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backend.engine.gpu_drafting import LENGTHS, NEW, SIZES, drafting
+from tests.backend.engine.gpu_drafting import LENGTHS, NEW, SIZES, check_repeated, drafting
 from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.test_draft_model import like
 from tests.backend.engine.test_draft_reads import RULES, second_round
@@ -29,11 +29,7 @@ def test_answers_keep_their_tokens(name: str, sampled: bool, is_equal: bool) -> 
     plain = generate(gpu_engine(model, keep_logits=False, **SIZES), prompts, params)
     offline = drafting(model, "draft", draft=model if is_equal else like(model))
     learning = learning_of(offline)
-    for _ in range(2):  # the second time behind cached prefixes
-        done = generate(offline, prompts, params, depth=2)
-        assert [one.tokens for one in done] == [one.tokens for one in plain]
-        for one, other in zip(done, plain, strict=True):
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+    check_repeated(offline, prompts, params, plain)
     drafted, accepted = learning.drafted["draft"], learning.accepted["draft"]
     assert drafted > 60
     assert accepted >= (0.95 if is_equal else 0.1) * drafted

@@ -149,19 +149,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "w"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stages", "pipelined", "needs_token"),
-    [(2, 1, False, False), (2, 1, False, True), (1, 2, False, False), (1, 2, True, True), (2, 2, True, True)],
-)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_ranks_verify_the_same_rows(
-    directory: Path, monkeypatch, tensor: int, stages: int, pipelined: bool, needs_token: bool, sampled: bool
-) -> None:
-    """Ranks that share the vocabulary; stages that place rows themselves, and with micro-batches stages whose
-    plans have all ids and lengths."""
+def verified_on_ranks(
+    directory: Path,
+    monkeypatch,
+    ranks: tuple[int, int, bool],
+    needs_token: bool,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> tuple[list[Generation], list[Generation], ForcedDrafts, list[Engine]]:
+    """Return the answers of one rank without drafts, those of several ranks with forced ones, the drafter,
+    and the engines. ranks: tensor size, stages, and whether these have micro-batches."""
     vocab = 96
-    prompts = prompts_of([*LENGTHS, 6, 4], vocab)
-    params = SAMPLED if sampled else SamplingParams(max_tokens=NEW)
+    tensor, stages, pipelined = ranks
     (plain, _) = on_ranks(directory, 1, 1, lambda offline: generate(offline, prompts, params), **SIZES)
     answers = answers_of(prompts, plain)
     load = thread_ranks.load_engine
@@ -181,6 +180,25 @@ def test_ranks_verify_the_same_rows(
         return generate(offline, prompts, params, depth), source
 
     (done, source), engines = on_ranks(directory, tensor, stages, use, pipelined, **SIZES)
+    return plain, done, source, engines
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "pipelined", "needs_token"),
+    [(2, 1, False, False), (2, 1, False, True), (1, 2, False, False), (1, 2, True, True), (2, 2, True, True)],
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_ranks_verify_the_same_rows(
+    directory: Path, monkeypatch, tensor: int, stages: int, pipelined: bool, needs_token: bool, sampled: bool
+) -> None:
+    """Ranks that share the vocabulary; stages that place rows themselves, and with micro-batches stages whose
+    plans have all ids and lengths."""
+    vocab = 96
+    prompts = prompts_of([*LENGTHS, 6, 4], vocab)
+    params = SAMPLED if sampled else SamplingParams(max_tokens=NEW)
+    plain, done, source, engines = verified_on_ranks(
+        directory, monkeypatch, (tensor, stages, pipelined), needs_token, prompts, params
+    )
     for one, other in zip(done, plain, strict=True):
         assert one.tokens == other.tokens
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)

@@ -213,7 +213,7 @@ def test_an_engine_that_was_killed_leaves_its_blocks_to_the_next_one() -> None:
 
 
 def test_a_resumed_request_reports_no_cached_tokens_of_its_own() -> None:
-    """The engine that was killed has computed the whole prompt for this request and told so."""
+    """The killed engine computed the prompt and reported it; the new engine reports nothing as cached."""
     run, seen = HostRun(SMALL, HostMemory(100)), []
     ask(run, 1, LONG)
     after = HostRun(SMALL, run.memory)

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.backend.engine import thread_ranks
-from tests.backend.engine.draft_source import ForcedDrafts
 from tests.backend.engine.grammar_models import constrained_engine, random_model, sampled
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_draft_steps import (
@@ -22,6 +20,7 @@ from tests.backend.engine.test_draft_steps import (
     directory,
     drafting,
     generate,
+    verified_on_ranks,
 )
 from tests.backend.engine.test_grammar_drafts import SIZES as GRAMMAR_SIZES
 from tests.backend.engine.test_grammar_drafts import (
@@ -35,10 +34,8 @@ from tests.backend.engine.test_logits import check as check_logits
 from tests.backend.engine.test_lookup import drafting as searching
 from tests.backend.engine.test_lookup import learning_of
 from tests.backend.engine.test_top_log_probs import check
-from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import gpt2, llama
-from tridecode.backend.engine.device.engine import Engine
-from tridecode.backend.engine.offline import Generation, OfflineEngine
+from tridecode.backend.engine.offline import Generation
 from tridecode.backend.wire.messages import SamplingParams
 
 __all__ = ["directory", "every_draft"]  # fixtures
@@ -201,24 +198,9 @@ def test_ranks_return_the_outputs_of_kept_positions(
         replace(one, top_log_probs=place % 4, return_generation_logits=place % 2 == 0)
         for place, one in enumerate(SAMPLED)
     ]
-    (plain, _) = on_ranks(directory, 1, 1, lambda offline: generate(offline, prompts, params), **SIZES)
-    answers, load = answers_of(prompts, plain), thread_ranks.load_engine
-
-    def with_drafter(*arguments) -> Engine:
-        engine = load(*arguments)
-        engine.drafter = None if needs_token else ForcedDrafts(answers, vocab, needs_token)
-        return engine
-
-    monkeypatch.setattr(thread_ranks, "load_engine", with_drafter)
-
-    def use(offline: OfflineEngine) -> tuple[list[Generation], ForcedDrafts]:
-        source = offline.engine.drafter or ForcedDrafts(answers, vocab, needs_token)
-        assert isinstance(source, ForcedDrafts)
-        offline.scheduler.planner.use_drafter(source)
-        depth = offline.engine.micro_batches if pipelined else 2
-        return generate(offline, prompts, params, depth), source
-
-    (done, source), engines = on_ranks(directory, tensor, stages, use, pipelined, **SIZES)
+    plain, done, source, engines = verified_on_ranks(
+        directory, monkeypatch, (tensor, stages, pipelined), needs_token, prompts, params
+    )
     for one, other in zip(done, plain, strict=True):
         assert_same_tops(one, other)
         assert_same_logits(one, other, engines[0].model_config.vocab_size)
