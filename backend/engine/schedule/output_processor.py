@@ -67,7 +67,6 @@ class OutputProcessor:
             sampled = self._commit_rows(plan, result, set() if step is None else set(step.taken))
         else:
             self._commit_tokens(sampled, tokens, all_log_probs)
-        self._grammars.flush()
         if self._micro_batches > 1 or self._planner.drafts is not None:
             self._planner.resume(sampled)
         if step is not None:
@@ -122,6 +121,7 @@ class OutputProcessor:
                 requests.emit(sequence, [token], wanted)
                 if sequence.constraint is not None:
                     self._advance_grammar(sequence, [token])
+        self._grammars.flush()
 
     def _commit_rows(self, plan: StepPlan, result: StepResult, taken: set[int]) -> list[Sequence]:
         """Commit a step that verifies, without the samples that parts have taken; return the sequences of its
@@ -141,6 +141,7 @@ class OutputProcessor:
             if sequence.stage is not Stage.ENDED:  # while this step was on the device
                 end = start + num_accepted
                 self._take_tokens(sequence, tokens[start:end], log_probs[start:end])
+        self._grammars.flush()
         return committed
 
     def _take_tokens(self, sequence: Sequence, tokens: list[int], log_probs: list[float]) -> None:

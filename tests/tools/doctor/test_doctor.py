@@ -261,7 +261,8 @@ def test_json_has_machine_memory_and_findings(repository, healthy):
     done = run(str(repository), "--json", "--gpu-memory", "80GiB", "--gpus", "2")
     found = json.loads(done.stdout[done.stdout.index("{") :])
     (memory,) = found["memory"].values()
-    assert memory["place"] == {"kind": "cuda", "memory": 80 * GIB, "devices": 2, "capability": None}
+    place = {"kind": "cuda", "memory": 80 * GIB, "devices": 2, "capability": None, "engines": 1}
+    assert memory["place"] == place
     assert memory["ranks"][0]["fixed"] == sum(
         memory["ranks"][0][key] for key in ("weights", "workspace", "scratch")
     )
