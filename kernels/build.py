@@ -1,7 +1,8 @@
 """Compile kernels/csrc into kernels/lib: `python -m tridecode.kernels.build [--arch 90|all|native]`.
 
 The build needs only nvcc. Files are compiled in parallel, one per processor, and objects are cached by the
-hash of their sources and flags. A kernel that spills registers fails the build unless SPILLS names its file.
+hash of their flags, their source and the headers that it includes. A kernel that spills registers fails the
+build unless SPILLS names its file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ FLAGS = [
     "-v",
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
-    f"-I{SOURCES}",
 ]
 #: allowed bytes of spills, by file: known, and outside the hot loops
 SPILLS = {
@@ -103,12 +103,11 @@ def build(arch: str = "all", jobs: int | None = None, debug: bool = False) -> Pa
     folder, library = (DEBUG_OBJECTS, DEBUG_LIBRARY) if debug else (OBJECTS, LIBRARY)
     folder.mkdir(parents=True, exist_ok=True)
     files = sources("*.cu")
-    headers = b"".join(path.read_bytes() for path in sources("*.*h"))
     info = f"arch {arch}, {_version(compiler)}, sources {source_hash()}{', debug' if debug else ''}"
     objects = {}
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         work = {
-            pool.submit(_compile, compiler, path, _flags(path, codes, info, debug), headers, folder): path
+            pool.submit(_compile, compiler, path, _flags(path, codes, info, debug), folder): path
             for path in files
         }
         for count, done in enumerate(as_completed(work), 1):
@@ -138,6 +137,18 @@ def api_header() -> str:
     return "\n".join(path.read_text() for path in sorted(API.glob("*.h")))
 
 
+def included(path: Path) -> list[Path]:
+    """Return `path` and all files of csrc that it includes, also through others, ordered by path."""
+    found, waiting = set(), [path]
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            names = re.findall(r'^#include "(.+)"$', current.read_text(), re.MULTILINE)
+            waiting += [SOURCES / name for name in names]
+    return sorted(found)
+
+
 def source_hash() -> str:
     """Return a hash of all files of csrc, twelve hex digits; library.py compares it with the library's."""
     digest = hashlib.sha256()
@@ -158,18 +169,25 @@ def _flags(path: Path, codes: list[str], info: str, debug: bool) -> list[str]:
     return flags
 
 
-def _compile(compiler: str, path: Path, flags: list[str], headers: bytes, folder: Path) -> Path:
+def _compile(compiler: str, path: Path, flags: list[str], folder: Path) -> Path:
     """Return the object file of one source, compiled into `folder` unless it exists."""
-    digest = hashlib.sha256(headers + path.read_bytes() + repr(flags).encode()).hexdigest()[:16]
-    made = folder / f"{path.stem}-{digest}.o"
+    made = folder / f"{path.stem}-{_object_hash(path, flags)}.o"
     if not made.exists():
         partial = made.with_suffix(f".{os.getpid()}.tmp.o")
-        report = _run([compiler, *flags, "-c", str(path), "-o", str(partial)], path.name)
+        report = _run([compiler, *flags, f"-I{SOURCES}", "-c", str(path), "-o", str(partial)], path.name)
         if folder == OBJECTS:  # the limits of waits take registers
             _check_spills(path.name, report)
             _check_serialised(path.name, report)
         partial.rename(made)
     return made
+
+
+def _object_hash(path: Path, flags: list[str]) -> str:
+    """Return a hash of what an object depends on; it is equal in every copy of the project."""
+    digest = hashlib.sha256(repr(flags).encode())
+    for file in included(path):
+        digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _check_spills(name: str, report: str) -> None:

@@ -18,3 +18,4 @@
 #include "api/ranks.h"
 #include "api/rows.h"
 #include "api/sampling.h"
+#include "api/version.h"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.kernels.build import SOURCES, BuildError, _check_spills, api_header, sources, targets
+from tridecode.kernels import build
+from tridecode.kernels.build import SOURCES, BuildError, _check_spills, api_header, included, sources, targets
 from tridecode.kernels.library import prototypes, structures
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import Reference
@@ -102,3 +103,28 @@ def test_all_means_every_chip_and_ptx_for_those_to_come():
     assert codes[0] == "-gencode=arch=compute_75,code=sm_75"
     assert codes[-1] == "-gencode=arch=compute_120,code=compute_120"
     assert targets("90") == ["-gencode=arch=compute_90,code=sm_90"]
+
+
+def test_an_object_depends_on_the_headers_it_includes_and_on_no_others(tmp_path: Path, monkeypatch):
+    for name, text in (
+        ("rows/a.cu", '#include <stdint.h>\n#include "rows/a.cuh"\n'),
+        ("rows/a.cuh", '#include "common.cuh"\n'),
+        ("common.cuh", '#include "rows/a.cuh"\n'),
+        ("other.cuh", ""),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    source = tmp_path / "rows/a.cu"
+    assert [path.name for path in included(source)] == ["common.cuh", "a.cu", "a.cuh"]
+    before = build._object_hash(source, ["-O3"])
+    (tmp_path / "other.cuh").write_text("int other;\n")
+    assert build._object_hash(source, ["-O3"]) == before
+    assert build._object_hash(source, ["-O2"]) != before
+    (tmp_path / "common.cuh").write_text("int changed;\n")
+    assert build._object_hash(source, ["-O3"]) != before
+
+
+def test_every_include_of_a_source_is_below_csrc():
+    for path in sources("*.cu"):
+        assert all(file.is_file() for file in included(path))

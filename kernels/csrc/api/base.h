@@ -7,9 +7,6 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-// Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 20
-
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
 const char* tridecode_error(void);

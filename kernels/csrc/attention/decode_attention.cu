@@ -1,4 +1,5 @@
 // decode_attention.cuh over a cache of the activations' dtype.
+#include "api/attention.h"
 #include "attention/decode_attention.cuh"
 
 using namespace tridecode;

@@ -10,6 +10,8 @@
 #pragma once
 #include <algorithm>
 
+#include "api/attention.h"
+#include "api/gemm.h"
 #include "attention/decode_attention_cluster.cuh"
 #include "attention/decode_parts.cuh"
 

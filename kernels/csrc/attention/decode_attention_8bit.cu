@@ -1,4 +1,5 @@
 // decode_attention.cuh over an 8-bit cache.
+#include "api/attention.h"
 #include "attention/decode_attention.cuh"
 
 int tridecode::run_decode_8bit(const tridecode_attention_task& task, void* stream) {

@@ -5,6 +5,7 @@
 // A window hides the first tiles of a row. These are skipped: tiles of a part, contexts and limits
 // count from the first tile that the row's first query sees.
 #pragma once
+#include "api/attention.h"
 #include "attention/decode_sources.cuh"
 #include "attention/soft_cap.cuh"
 

@@ -1,5 +1,6 @@
 // Attention with a window, a soft cap or biases of keys: decode_attention.cuh over a cache of the
 // activations' dtype.
+#include "api/attention.h"
 #include "attention/decode_attention.cuh"
 
 namespace tridecode {

@@ -1,4 +1,5 @@
 // Rows of several queries: decode_attention.cuh over a cache of the activations' dtype.
+#include "api/attention.h"
 #include "attention/decode_attention.cuh"
 
 namespace tridecode {

@@ -9,6 +9,7 @@
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
 // Bench: python -m tridecode.kernels.bench decode_attention
+#include "api/attention.h"
 #include "attention/decode_attention.cuh"
 #include "attention/tile_products.cuh"
 

@@ -3,6 +3,7 @@
 // cache block.
 // Bytes moved: (1 + sizeof(X)) * 2 * tokens * kv_heads * head_size, and the scales.
 // Bench: python -m tridecode.kernels.bench prefill_attention
+#include "api/attention.h"
 #include "cache/kv_cache_8bit.cuh"
 
 namespace tridecode {

@@ -6,6 +6,7 @@
 // memory. Everything is computed in float32 and rounded once.
 // Bytes moved: q + k + v read and written, and k + v written, times sizeof(X).
 // Bench: python -m tridecode.kernels.bench finish_heads
+#include "api/attention.h"
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
 

@@ -2,6 +2,8 @@
 // the cache. One block per token; rotary_8bit.cu handles an 8-bit cache.
 // Bytes moved: q + k read and written if rotated, v read, and k + v written, times sizeof(X).
 // Bench: python -m tridecode.kernels.bench step
+#include "api/attention.h"
+#include "api/gemm.h"
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
 

@@ -1,5 +1,6 @@
 // Rotary position embedding (Su et al. 2021): the pairs of a head, and the angle of each.
 #pragma once
+#include "api/gemm.h"
 #include "common/common.cuh"
 
 namespace tridecode {

@@ -2,6 +2,7 @@
 // the cache with their scales, and replaces k and v by their dequantised values.
 // Bytes moved: q + k + v read and written, times sizeof(X), and k + v and scales written.
 // Bench: python -m tridecode.kernels.bench step
+#include "api/gemm.h"
 #include "cache/kv_cache_8bit.cuh"
 #include "cache/rotary.cuh"
 

@@ -7,7 +7,7 @@
 #include <math_constants.h>
 #include <stdint.h>
 
-#include "api.h"
+#include "api/base.h"
 
 namespace tridecode {
 

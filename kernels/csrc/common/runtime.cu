@@ -2,6 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "api/version.h"
 #include "common/hopper.cuh"
 
 #ifndef TRIDECODE_BUILD_INFO

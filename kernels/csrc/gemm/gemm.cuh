@@ -1,5 +1,6 @@
 // Shared by every GEMM kernel: the task and its epilogue.
 #pragma once
+#include "api/gemm.h"
 #include "common/epilogue.cuh"
 
 namespace tridecode {

@@ -20,6 +20,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "api/ranks.h"
 #include "ranks/peer_rows.cuh"
 
 namespace tridecode {

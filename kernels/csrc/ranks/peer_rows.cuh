@@ -1,6 +1,7 @@
 // Shared parts of the all-reduces over peer memory: units of a row, waits with a time limit, and a
 // block's work before and after the exchange.
 #pragma once
+#include "api/ranks.h"
 #include "common/row_norm.cuh"
 #include "ranks/peer_memory.cuh"
 

@@ -2,6 +2,7 @@
 // gated or not, and the soft cap of logits.
 // Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads if gated.
 // Bench: python -m tridecode.kernels.bench activate_rows
+#include "api/rows.h"
 #include "common/epilogue.cuh"
 
 namespace tridecode {

@@ -11,6 +11,7 @@
 // Bytes moved: rank * (inputs + outputs) * sizeof(X) per row with an adapter, from the L2 cache
 // if rows share an adapter, and the row of the product. Zero spans of b are not read.
 // Bench: python -m tridecode.tools.bench.studies.adapters
+#include "api/adapters.h"
 #include "common/epilogue.cuh"
 #include "common/hopper.cuh"
 #include "common/row_norm.cuh"

@@ -5,6 +5,7 @@
 //
 // Bytes moved: 5 * T * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench add_normed
+#include "api/rows.h"
 #include "common/row_norm.cuh"
 
 namespace tridecode {

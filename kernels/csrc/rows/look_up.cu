@@ -3,6 +3,7 @@
 // Three launches: a warp per row appends the step's tokens; blocks compare every place of history
 // and ring with the newest tokens, and keep the best by an atomic maximum; a warp per row copies.
 // Bytes moved: 4 * (length + ring) per row, from L2.   Bench: tridecode bench speculate
+#include "api/drafts.h"
 #include "common/common.cuh"
 
 namespace tridecode {

@@ -6,6 +6,7 @@
 //
 // Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench norm
+#include "api/rows.h"
 #include "common/row_norm.cuh"
 
 namespace tridecode {

@@ -1,6 +1,7 @@
 // Decode rows whose tokens, positions or lengths only the device knows: a warp places a row behind
 // the tokens that its slot has in the cache, a lane each token.
 // Bytes moved: a few hundred a row.   No bench: a launch takes microseconds.
+#include "api/rows.h"
 #include "common/common.cuh"
 
 namespace tridecode {

@@ -1,6 +1,7 @@
 // Gathers rows by index: token ids that only the device knows, embeddings, and the rows whose
 // logits are needed; and columns by index: the inputs of a weight whose groups are sorted.
 // Bytes moved: twice the rows.   No bench: a launch takes microseconds.
+#include "api/rows.h"
 #include "common/common.cuh"
 
 namespace tridecode {

@@ -1,4 +1,5 @@
 // Sampling of rows whose slots differ: the kernel is in sampling_kernel.cuh.
+#include "api/sampling.h"
 #include "sampling/sampling_kernel.cuh"
 
 using namespace tridecode;

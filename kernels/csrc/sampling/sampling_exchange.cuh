@@ -15,6 +15,7 @@
 // dispatched row by row, so on every rank the blocks of the lowest unfinished row run or have run,
 // and none of them waits for a block that was not dispatched.
 #pragma once
+#include "api/sampling.h"
 #include "ranks/peer_memory.cuh"
 
 namespace tridecode {

@@ -1,6 +1,7 @@
 // A row of logits for sampling: order of logits, random numbers, and the effects of masks,
 // temperature and penalties on a logit.
 #pragma once
+#include "api/sampling.h"
 #include "sampling/sampling_exchange.cuh"
 
 namespace tridecode {

@@ -11,6 +11,7 @@
 // time. Keys include the id, so that the lower of two ids with equal logits comes first.
 //
 // Bytes moved: 4 * V per row that requests them.
+#include "api/sampling.h"
 #include "sampling/sampling_row.cuh"
 
 namespace tridecode {

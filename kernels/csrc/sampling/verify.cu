@@ -1,6 +1,7 @@
 // Draws the tokens after several tokens of a slot and determines those that it keeps:
 // sampling_kernel.cuh without updates of slots, then one thread per decode row, which updates its
 // slot token by token.
+#include "api/sampling.h"
 #include "sampling/sampling_kernel.cuh"
 
 namespace tridecode {

@@ -1,6 +1,7 @@
 // Causal attention of many query tokens per row: chooses the kernel. prefill_attention_sm90a.cu is
 // for head sizes 64 and 128 on Hopper, prefill_limited.cu for windows, soft caps and biases of
 // keys, prefill_split.cuh for few queries, prefill_tiles.cuh for everything else.
+#include "api/attention.h"
 #include "attention/prefill/prefill_tiles.cuh"
 #include "cache/kv_cache_8bit.cuh"
 

@@ -1,5 +1,6 @@
 // The files of prefill attention: prefill_attention.cu chooses.
 #pragma once
+#include "api/attention.h"
 #include "common/common.cuh"
 
 namespace tridecode {

@@ -1,4 +1,5 @@
 // prefill_split.cuh over a cache of the activations' dtype.
+#include "api/attention.h"
 #include "attention/prefill/prefill_split.cuh"
 
 using namespace tridecode;

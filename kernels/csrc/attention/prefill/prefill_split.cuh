@@ -13,6 +13,7 @@
 #pragma once
 #include <algorithm>
 
+#include "api/attention.h"
 #include "attention/prefill/prefill_attention.cuh"
 #include "attention/prefill/split_tiles.cuh"
 #include "attention/soft_cap.cuh"

@@ -6,6 +6,7 @@
 // The device computes the division from query_starts and context_lens, so that the grid does not
 // depend on them.
 #pragma once
+#include "api/attention.h"
 #include "common/common.cuh"
 
 namespace tridecode {

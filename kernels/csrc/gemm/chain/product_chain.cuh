@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 
+#include "api/chain.h"
 #include "common/hopper.cuh"
 #include "common/rounding.cuh"
 #include "common/spin.cuh"

@@ -6,6 +6,8 @@
 //
 // Bytes moved: those of expand_weight.cu, the expanded weight, and for each piece x and its out.
 // Bench: python -m tridecode.kernels.bench two_parts
+#include "api/library.h"
+#include "api/packed.h"
 #include "gemm/library/library_product.h"
 #include "gemm/packed/packed_weight.cuh"
 

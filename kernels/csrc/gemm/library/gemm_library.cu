@@ -8,6 +8,7 @@
 // cuBLAS is column-major: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,
 // tokens), and a bias is added to each column of out^T.
 // Bench: python -m tridecode.kernels.bench linear
+#include "api/library.h"
 #include "common/epilogue.cuh"
 #include "gemm/library/library_product.h"
 

@@ -2,6 +2,7 @@
 // operands, int32 or float32, are first multiplied by the scales of their column and row.
 // Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads if gated.
 // Bench: python -m tridecode.kernels.bench step
+#include "api/library.h"
 #include "common/epilogue.cuh"
 
 namespace tridecode {

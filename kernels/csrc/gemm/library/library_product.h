@@ -1,7 +1,7 @@
 // A GEMM by cuBLASLt: its descriptors, created once for GEMMs that differ only in addresses.
 // gemm_library.cu defines it and holds the library's functions.
 #pragma once
-#include "api.h"
+#include "api/library.h"
 #include "gemm/library/cublas_lt.h"
 
 namespace tridecode {

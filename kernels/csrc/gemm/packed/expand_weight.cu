@@ -3,6 +3,8 @@
 //
 // Bytes moved: those of the packed weight and outputs * inputs * sizeof(X).
 // Bench: python -m tridecode.kernels.bench packed_linear
+#include "api/gemm.h"
+#include "api/packed.h"
 #include "gemm/packed/packed_weight.cuh"
 
 namespace tridecode {

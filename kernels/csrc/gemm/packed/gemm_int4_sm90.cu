@@ -20,6 +20,8 @@
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
+#include "api/gemm.h"
+#include "api/packed.h"
 #include "cache/kv_cache.cuh"
 #include "cache/rotary.cuh"
 #include "gemm/packed/packed_maps_sm90.cuh"

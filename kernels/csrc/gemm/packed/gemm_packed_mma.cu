@@ -16,6 +16,8 @@
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once.
 // Bench: python -m tridecode.kernels.bench packed_linear
+#include "api/gemm.h"
+#include "api/packed.h"
 #include "gemm/gemm_mma.cuh"
 #include "gemm/packed/packed_weight.cuh"
 

@@ -14,6 +14,8 @@
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once, with few tokens.
 // Bench: python -m tridecode.kernels.bench packed_linear
+#include "api/gemm.h"
+#include "api/packed.h"
 #include "gemm/packed/packed_maps_sm90.cuh"
 #include "gemm/sm90/gemm_sm90_walk.cuh"
 

@@ -14,6 +14,7 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
+#include "api/gemm.h"
 #include "gemm/gemm_mma.cuh"
 
 namespace tridecode {

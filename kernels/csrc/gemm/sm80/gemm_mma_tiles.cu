@@ -1,4 +1,5 @@
 // gemm_mma_tiles.cuh with 16-bit operands.
+#include "api/gemm.h"
 #include "gemm/sm80/gemm_mma_tiles.cuh"
 
 // (tokens of a tile, epilogue); kQkv with or without rotation.

@@ -7,6 +7,7 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
+#include "api/gemm.h"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/gemm_norm.cuh"
 

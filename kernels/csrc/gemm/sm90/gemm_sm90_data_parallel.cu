@@ -10,6 +10,7 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
+#include "api/gemm.h"
 #include "common/wgmma.cuh"
 #include "gemm/gemm_epilogue.cuh"
 

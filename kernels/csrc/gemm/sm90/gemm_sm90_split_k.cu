@@ -1,5 +1,6 @@
 // out = epilogue(x * weight^T) for up to 64 tokens: gemm_sm90_split_k.cuh with 16-bit operands.
 // Bench: python -m tridecode.kernels.bench linear
+#include "api/gemm.h"
 #include "gemm/sm90/gemm_sm90_split_k.cuh"
 
 using namespace tridecode;

@@ -1,6 +1,7 @@
 // out = epilogue(weight_scales * x_scales * (x * weight^T)) for up to 64 tokens:
 // gemm_sm90_split_k.cuh with 8-bit operands (gemm_sm90_8bit.cuh).
 // Bench: python -m tridecode.kernels.bench w8a8
+#include "api/gemm.h"
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_split_k.cuh"
 

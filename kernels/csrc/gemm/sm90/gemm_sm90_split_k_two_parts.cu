@@ -2,6 +2,7 @@
 // x in two int8 parts (quantize_rows.cu), whose sums are exact: gemm_sm90_split_k.cuh, where a
 // token has two columns of an instruction until the mainloop ends.
 // Bench: python -m tridecode.kernels.bench two_parts
+#include "api/gemm.h"
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_split_k.cuh"
 
