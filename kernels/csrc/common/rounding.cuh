@@ -1,6 +1,7 @@
 // Quantises rows of x to 8 bit: int8, E4M3 or two int8 parts, bit for bit as
 // kernels/formats/quantized.py.
 #pragma once
+#include "api/operands.h"
 #include "common/common.cuh"
 
 namespace tridecode {

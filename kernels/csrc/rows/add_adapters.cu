@@ -12,6 +12,7 @@
 // if rows share an adapter, and the row of the product. Zero spans of b are not read.
 // Bench: python -m tridecode.tools.bench.studies.adapters
 #include "api/adapters.h"
+#include "api/rows.h"
 #include "common/epilogue.cuh"
 #include "common/hopper.cuh"
 #include "common/row_norm.cuh"

@@ -14,6 +14,7 @@
 // kernel before it.
 //
 // Bytes moved: T * C * (sizeof(X) + parts) + 4 * T.   Bench: python -m tridecode.kernels.bench w8a8
+#include "api/operands.h"
 #include "api/rows.h"
 #include "common/rounding.cuh"
 #include "common/row_norm.cuh"

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "api/chain.h"
+#include "api/operands.h"
 #include "common/hopper.cuh"
 #include "common/rounding.cuh"
 #include "common/spin.cuh"

@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_fp8.h>
 
+#include "api/operands.h"
 #include "gemm/chain/product_chain.cuh"
 #include "gemm/chain/product_chain_rows.cuh"
 

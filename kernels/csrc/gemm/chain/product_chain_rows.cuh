@@ -1,6 +1,7 @@
 // Rows of x for product_chain_sm90a.cu: every block waits for them, normalises them, quantises them
 // for weights in 8 and 4 bit, and stores them in its shared memory.
 #pragma once
+#include "api/operands.h"
 #include "common/row_norm.cuh"
 #include "gemm/chain/product_chain.cuh"
 

@@ -27,6 +27,7 @@
 // Bytes moved: all weights, once.
 // Bench: python -m tridecode.kernels.bench product_chain
 #include "api/chain.h"
+#include "api/operands.h"
 #include "gemm/chain/product_chain.cuh"
 #include "gemm/chain/product_chain_consumer.cuh"
 #include "gemm/chain/product_chain_finish.cuh"

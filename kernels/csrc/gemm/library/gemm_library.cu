@@ -9,6 +9,7 @@
 // tokens), and a bias is added to each column of out^T.
 // Bench: python -m tridecode.kernels.bench linear
 #include "api/library.h"
+#include "api/operands.h"
 #include "common/epilogue.cuh"
 #include "gemm/library/library_product.h"
 

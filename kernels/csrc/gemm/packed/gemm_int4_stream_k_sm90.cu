@@ -14,6 +14,7 @@
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
 #include "api/gemm.h"
+#include "api/operands.h"
 #include "api/packed.h"
 #include "gemm/packed/packed_maps_sm90.cuh"
 #include "gemm/sm90/gemm_sm90_walk.cuh"

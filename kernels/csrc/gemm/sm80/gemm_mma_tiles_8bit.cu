@@ -1,6 +1,7 @@
 // gemm_mma_tiles.cuh with both operands in 8 bit: int8 from compute capability 8.0 on, E4M3 from
 // 8.9 on. Without rotation and cache.
 #include "api/gemm.h"
+#include "api/operands.h"
 #include "gemm/sm80/gemm_mma_tiles.cuh"
 
 // (tokens of a tile, epilogue)

@@ -6,6 +6,7 @@
 // which multiplies the sums by the scales of weight row and token. int8 is summed in int32,
 // exactly; E4M3 by the tensor cores, whose sums keep about 14 bits of mantissa.
 #pragma once
+#include "api/operands.h"
 #include "gemm/sm90/gemm_sm90_mainloop.cuh"
 
 namespace tridecode {

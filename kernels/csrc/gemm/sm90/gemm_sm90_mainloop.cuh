@@ -1,6 +1,7 @@
 // The mainloop of gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu: TMA loads of the pipeline stages
 // and the wgmma instructions of a consumer warp group.
 #pragma once
+#include "api/operands.h"
 #include "gemm/sm90/gemm_sm90_epilogue.cuh"
 
 namespace tridecode {

@@ -3,6 +3,7 @@
 // gemm_sm90_stream_k.cuh, where a token has two columns of an instruction until the mainloop ends.
 // Bench: python -m tridecode.kernels.bench two_parts
 #include "api/gemm.h"
+#include "api/operands.h"
 #include "gemm/sm90/gemm_sm90_8bit.cuh"
 #include "gemm/sm90/gemm_sm90_stream_k.cuh"
 
