@@ -46,20 +46,12 @@ def value(text: str, name: str, **labels: str) -> float:
     return 0.0
 
 
-def quantile(text: str, name: str, q: float, **labels: str) -> float:
-    """PromQL's histogram_quantile over the buckets of a page, for one series."""
-    buckets = sorted(
-        (float(sample.labels["le"]), sample.value)
+def counts_of(text: str, name: str, **labels: str) -> dict[float, float]:
+    """The counts of the buckets of a page, for one series, by their upper bounds."""
+    return {
+        float(sample.labels["le"]): sample.value
         for family in families(text).values()
         for sample in family.samples
         if sample.name.removesuffix("_total") == f"{name}_bucket"
         and {k: v for k, v in sample.labels.items() if k != "le"} == labels
-    )
-    rank, low, below = q * buckets[-1][1], 0.0, 0.0
-    for bound, count in buckets:
-        if count >= rank:
-            if bound == float("inf"):
-                return low
-            return low + (bound - low) * (rank - below) / max(count - below, 1e-9)
-        low, below = bound, count
-    raise AssertionError(f"no {name} on the page")
+    }
