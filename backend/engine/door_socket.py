@@ -28,6 +28,7 @@ log = logging.getLogger("tridecode.engine")
 Incoming = m.Submit | HashedSubmit | m.Cancel | m.EndSession | m.Goodbye
 #: a door that is silent for longer is frozen or dead; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
+_LARGE = 1 << 20  # bytes of a message, such as logits, that ZeroMQ sends without a copy of its own
 _LOOK_S = 1.0  # interval at which the doors' processes and the socket's file are checked
 
 
@@ -192,7 +193,8 @@ class DoorSocket:
         self._arrived.set()
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
-        self._socket.send_multipart([identity, m.encode(message)])
+        frame = m.encode(message)
+        self._socket.send_multipart([identity, frame], copy=len(frame) < _LARGE)
 
     def _send_queued(self) -> None:
         while self._outbox:

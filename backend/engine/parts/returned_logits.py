@@ -119,5 +119,6 @@ def _logit_rows(found: _Rows, where: str) -> LogitRows:
     return LogitRows(found.row, found.first, found.count, targets)
 
 
-def _bytes(logits: np.ndarray) -> bytes:
-    return np.ascontiguousarray(logits, "<f4").tobytes()
+def _bytes(logits: np.ndarray) -> memoryview:
+    """Return the logits' bytes without a copy: those of a prompt can have 100 MB, and the next step waits."""
+    return np.ascontiguousarray(logits, "<f4").data.cast("B")

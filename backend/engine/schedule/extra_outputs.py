@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 from tridecode.backend.wire.messages import EventExtra, Perf
 from tridecode.backend.wire.sampling_params import SamplingParams
+
+#: bytes, or a view of an array of logits
+Buffer = bytes | memoryview
 
 
 @dataclass
@@ -30,8 +34,8 @@ class ExtraOutputs:
     missed: int = 0  # of those of the prompt, not found
     drafted: int = 0
     accepted: int = 0
-    context: list[bytes] = field(default_factory=list)
-    generation: list[bytes] = field(default_factory=list)
+    context: list[Buffer] = field(default_factory=list)
+    generation: list[Buffer] = field(default_factory=list)
     log_prob: float = 0.0
 
     @property
@@ -56,7 +60,7 @@ class ExtraOutputs:
         generation, self.generation = self.generation[:num_tokens], self.generation[num_tokens:]
         if not (context or generation or log_prob or perf):
             return None
-        return EventExtra(b"".join(context), b"".join(generation), log_prob, perf)
+        return EventExtra(_joined(context), _joined(generation), log_prob, perf)
 
     def _perf(self, has_token: bool, drafts: tuple[int, int]) -> Perf:
         """Return the metrics so far: a door may end the text before the engine does."""
@@ -68,3 +72,8 @@ class ExtraOutputs:
         verified, right = drafts
         counts = self.drafted + verified, self.accepted + right
         return Perf(*times, new, self.reused, *counts, self.missed)
+
+
+def _joined(parts: list[Buffer]) -> bytes:
+    """Return the parts as one; a single part is not copied."""
+    return cast(bytes, parts[0]) if len(parts) == 1 else b"".join(parts)

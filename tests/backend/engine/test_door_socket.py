@@ -117,6 +117,22 @@ def test_prompts_are_hashed_in_the_thread_in_which_they_arrive(endpoint, connect
     assert len(first.keys) == 2 and second is None and odd.keys == []
 
 
+def test_large_views_arrive_whole_and_in_order(doors, connect):
+    """Logits are views of arrays, and messages with them are sent without a copy."""
+    door = connect()
+    door.hello()
+    identity = next(iter(doors._doors))
+    logits = [
+        np.random.default_rng(n).random((rows, 1000), np.float32) for n, rows in enumerate((600, 1, 900))
+    ]
+    for number, rows in enumerate(logits):
+        extra = m.EventExtra(context_logits=rows.data.cast("B"))  # type: ignore[arg-type]
+        doors.send([(identity, m.Event(number, 0, extra=extra))])
+    for number, rows in enumerate(logits):
+        (event,) = door.expect(m.Events).events
+        assert event.request == number and event.extra.context_logits == rows.tobytes()
+
+
 def test_a_door_without_hello_gets_unknown(doors, connect):
     door = connect()
     door.say(m.Ping())
