@@ -45,6 +45,10 @@ class PromptVectors(StepPart):
     tag = "embeddings"
     rows: list[SummedRow]
 
+    @property
+    def captures(self) -> bool:
+        return True  # the sums are computed after the graph
+
     def encode(self) -> Any:
         return self.rows
 

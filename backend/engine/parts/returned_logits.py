@@ -66,6 +66,10 @@ class ReturnedLogits(StepPart):
     rows: list[LogitRows] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
+    @property
+    def captures(self) -> bool:
+        return not self.samples  # logits of prompts are computed after the graph
+
     def encode(self) -> Any:
         return _Frame(
             [

@@ -1,61 +1,33 @@
 """Decode steps with adapters leave neither their graphs nor the operations of a layer, on any device.
 
-Graphs are stand-ins on a CPU: a replay runs the step operation by operation with the operations that a
-capture would have recorded. Which steps are replayed, and with which operations, is decided as on a GPU.
+Graphs are stand-ins on a CPU (graph_stand_ins.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from tests.backend.engine.graph_stand_ins import add_graphs
 from tests.backend.engine.offline_models import prompts_of
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.lora_adapters import make_adapter
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device import device_state
-from tridecode.backend.engine.device.engine import Engine
-from tridecode.backend.engine.device.parts.table import RUNS
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parts.adapters import AdapterRows
-from tridecode.backend.engine.step.decode_graphs import DecodeGraphs
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.cpu import Cpu
-from tridecode.kernels.operands import Batch
 
 TOKENS, SLOTS = 6, 4
 #: of a layer; each is followed by one launch that adds the adapters
 LINEARS = 4
-
-
-def add_graphs(engine: Engine) -> None:
-    """Give the engine a stand-in of a graph for each number of rows, without and with adapters."""
-    loaded: list[Batch] = []
-
-    def load(plan: StepPlan, rows: int) -> Batch:
-        loaded[:] = [engine.buffers.load(plan)]
-        return loaded[0]
-
-    def capture(make_ops, batch: Batch, what: str) -> SimpleNamespace:
-        def replay() -> None:
-            engine.run(loaded[0], ops=None if make_ops is None else make_ops(loaded[0]))
-
-        return SimpleNamespace(replay=replay)
-
-    sizes = list(range(1, SLOTS + 1))
-    engine.graphs = DecodeGraphs(sizes, load, partial(capture, None))
-    for part, run in RUNS.items():
-        make_ops = run.graph_ops(engine.state)
-        if make_ops is not None:
-            engine.part_graphs[part] = DecodeGraphs(sizes, load, partial(capture, make_ops))
 
 
 def count_calls(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Counter:
@@ -91,7 +63,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         max_sequences=SLOTS, block_tokens=8, cache_bytes=1 << 20, lora_path=str(tmp_path / "adapters")
     )
     offline = OfflineEngine.load(tmp_path / "weights", config)
-    add_graphs(offline.engine)
+    add_graphs(offline.engine, SLOTS)
     yield offline, models
     offline.engine.close()
 

@@ -143,7 +143,7 @@ def test_parts_after_a_graph_do_not_overwrite_logits_that_others_read() -> None:
     others = [BeamRows(none, 1, none, none), Drafting(1, np.zeros(1, np.int32))]
     for part in (ReturnedLogits([LogitRows(1, 0, 1)]), PromptVectors([SummedRow(1, 0, 1, True, True, True)])):
         for parts, late, captures in [
-            ([part], [], False),
+            ([part], [], True),
             ([part], [1], False),
             *(([part, other], [], False) for other in others),
         ]:

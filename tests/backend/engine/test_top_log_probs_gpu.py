@@ -157,7 +157,7 @@ def test_logits_and_vectors_of_prompts_leave_the_others_in_their_graph(make) -> 
         LAST,
         MEAN,
     ]
-    with counted(offline.engine):
+    with counted(offline.engine) as without:
         numbers = [offline.submit(prompt, SamplingParams(max_tokens=2 * NEW)) for prompt in decoding]
         for _ in range(3):
             offline.step()
@@ -167,6 +167,7 @@ def test_logits_and_vectors_of_prompts_leave_the_others_in_their_graph(make) -> 
             offline.step()
             offline.step()
         run_ahead(offline)
+    assert without == []
     for number, prompt in zip(numbers, decoding):
         assert offline.generations[number].tokens == hf_greedy(model, prompt, 2 * NEW)[0]
     logits, log_prob, last, mean = (offline.generations[number] for number in others)
