@@ -31,8 +31,8 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
 class RankPool:
     """`size` processes; a run uses one per rank. After a failure it starts new ones.
 
-    notes: of each rank of the last run: {"in_flight": most plans in flight, counted on rank 0, "replays": of
-    CUDA graphs}.
+    notes: of each rank of the last run: {"in_flight": most plans in flight, counted on rank 0, "replays" and
+    "prompt_replays": of CUDA graphs of decode steps and of steps with prompts}.
     """
 
     def __init__(self, size: int):
@@ -196,6 +196,7 @@ def _run_rank(
     else:
         done = _generate(engine, notes, prompts, names, params)
         ranks.broadcast_plan(None)
+    notes["prompt_replays"] = 0 if engine.prompt_graphs is None else engine.prompt_graphs.replayed
     engine.close()
     ranks.close()
     return done, notes

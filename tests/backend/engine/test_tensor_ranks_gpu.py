@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
 from tests.backend.engine.rank_process import NEW_TOKENS, RankPool, shared_vocabulary
@@ -105,6 +106,29 @@ def test_logits_beams_and_top_tokens_come_from_the_shares(pool: RankPool, tmp_pa
     found = pool.run(directory, 2, 1, tmp_path / "meeting", prompts, **place)
     for one, other in zip(found, wanted, strict=True):
         same(one, other)
+
+
+def test_results_of_prompts_are_computed_after_their_graphs(pool: RankPool, tmp_path: Path) -> None:
+    """The number of steps with prompts that are graphs is that without such requests."""
+    directory = write(MODELS["llama"](), tmp_path)
+    prompts = prompts_of([9, 3, 1, 14, 5, 7, 20, 4], 512)
+    wants = [
+        dict(return_context_logits=True),
+        dict(return_context_log_prob=True),
+        dict(return_context_embedding=True),
+    ]
+    params = [SamplingParams(max_tokens=NEW_TOKENS + n, **wants[n % 3]) for n in range(len(prompts))]
+    sizes = dict(device="cuda", cache_bytes=16 << 20, max_sequences=5, max_step_tokens=32)
+    wanted = pool.run(directory, 1, 1, tmp_path / "alone", prompts, params=params, **sizes)
+    found = pool.run(directory, 2, 1, tmp_path / "meeting", prompts, params=params, **sizes)
+    replays = [note["prompt_replays"] for note in pool.notes]
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+        if other.embedding is not None:
+            assert abs(one.embedding - other.embedding).max() < 2e-4 * abs(other.embedding).max()
+    plain = [replace(one, **dict.fromkeys(wants[n % 3], False)) for n, one in enumerate(params)]
+    pool.run(directory, 2, 1, tmp_path / "plain", prompts, params=plain, **sizes)
+    assert [note["prompt_replays"] for note in pool.notes] == replays and min(replays) >= 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}])
