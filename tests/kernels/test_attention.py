@@ -13,7 +13,7 @@ from tests.kernels.numeric import assert_close
 from tridecode.kernels.operands import Heads, Linear, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
+HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (6, 2, 160), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
 
 
 def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype, columns=0) -> None:
@@ -52,7 +52,7 @@ def test_short_contexts_share_a_step_with_long_ones(place: Place, heads):
     decode_and_compare(place, heads, contexts, 32, False, torch.bfloat16)
 
 
-@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 160, 256])
 @pytest.mark.parametrize("contexts", [[1], [16], [513, 1], [2049], [0, 3000, 40], [290, 33] * 6, [1100] * 16])
 def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: list[int], size: int):
     """On Hopper a cluster of blocks takes a head, or several a head with a long context."""
@@ -68,7 +68,7 @@ def test_few_rows_decode_with_room_for_long_contexts(place: Place, contexts: lis
 
 
 @pytest.mark.parametrize("contexts", [[1], [17], [544], [1, 500], [2100, 0], [3000, 70], [9000]])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (8, 1, 80), (8, 1, 256)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (8, 1, 80), (32, 8, 160), (8, 1, 256)])
 def test_groups_of_heads_decode_few_rows(place: Place, contexts: list[int], heads):
     """On Hopper a cluster of blocks takes a kv head with its query heads, several a long context."""
     decode_and_compare(place, heads, contexts, 16, heads[2] == 80, torch.bfloat16)
@@ -122,7 +122,7 @@ SHARED = [64 << 10, 99 << 10, 163 << 10, 227 << 10]
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 160, 256])
 @pytest.mark.parametrize("limit", [1 << 10, *SHARED])
 def test_prompts_need_no_more_shared_memory_than_there_is(
     limited: Place, limit, size: int, fresh: bool, dtype

@@ -21,7 +21,7 @@ from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, R
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = pytest.mark.parametrize("format", CACHE_FORMATS)
-HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
+HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (6, 2, 160), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
 BLOCK = 16
 #: of 256 rows: mostly of a few tiles, some of a hundred
 UNEVEN = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
@@ -120,7 +120,7 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts, si
 
 @FORMATS
 @pytest.mark.parametrize("contexts", [[17], [544], [1, 500], [3000, 70]])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (8, 1, 256)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (32, 8, 160), (8, 1, 256)])
 def test_groups_of_heads_decode_few_rows(place: Place, contexts, heads, format: str):
     decode_and_compare(place, heads, contexts, 16, False, torch.bfloat16, format)
 

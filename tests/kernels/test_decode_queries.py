@@ -105,7 +105,7 @@ def test_rows_may_have_fewer_queries_than_the_step_has_room_for(place: Place, ro
     decode_and_compare(place, (8, 2, 64), rows, torch.float16, spare=7)
 
 
-@pytest.mark.parametrize("size", [40, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("size", [40, 64, 80, 96, 112, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", ["auto", "int8"])
 def test_heads_of_any_size_have_several_queries(place: Place, size: int, dtype, format: str):

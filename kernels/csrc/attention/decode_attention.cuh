@@ -391,6 +391,7 @@ int run_cache_of(const tridecode_attention_task& given, void* stream) {
       if constexpr (MODE != kLimited) {  // of no published model with windows or soft caps
         if (head_size == 80) return run_size<X, C, 80, MODE>(task, stream);
         if (head_size == 112) return run_size<X, C, 112, MODE>(task, stream);
+        if (head_size == 160) return run_size<X, C, 160, MODE>(task, stream);
       }
       if (head_size == 256) return run_size<X, C, 256, MODE>(task, stream);
     }

@@ -265,6 +265,7 @@ int for_tile(int head_size, int shared_bytes, Body body) {
   if (head_size == 96) return for_tile<96>(shared_bytes, body);
   if (head_size == 112) return for_tile<112>(shared_bytes, body);
   if (head_size == 128) return for_tile<128>(shared_bytes, body);
+  if (head_size == 160) return for_tile<160>(shared_bytes, body);
   if (head_size == 256) return for_tile<256>(shared_bytes, body);
   return kNoTile;
 }
