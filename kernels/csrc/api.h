@@ -9,6 +9,7 @@
 #include "api/adapters.h"
 #include "api/attention.h"
 #include "api/base.h"
+#include "api/blocks.h"
 #include "api/chain.h"
 #include "api/drafts.h"
 #include "api/gemm.h"

@@ -41,6 +41,7 @@ GPU_TESTS = (
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",
     "tests/backend/engine/test_grammars_gpu.py",
+    "tests/backend/engine/test_host_layers_gpu.py",
     "tests/backend/engine/test_host_tier_gpu.py",
     "tests/backend/engine/test_kv_cache_gpu.py",
     "tests/backend/engine/test_lookup_gpu.py",

@@ -86,7 +86,11 @@ class CacheManager:
             return Admission.COMING
         is_alone = prefix is None and length % size == 0
         if self.tier is not None and is_alone and self.prefixes.is_brought(sequence, blocks, needed):
-            return Admission.COMING
+            coming = self.tier.joinable(sequence, blocks)
+            if not coming or not self._have(needed - len(blocks) - len(coming)):
+                return Admission.COMING
+            self.tier.join(sequence)
+            length, blocks = length + len(coming) * size, blocks + coming
         if self.draft_keys is not None:
             self.draft_keys.begin(sequence, length, blocks, prefix)
         self.index.share(blocks)  # from now on they are not evicted
@@ -254,10 +258,6 @@ class CacheManager:
         length, size = self.lengths.item(sequence.slot), self.block_tokens
         return sequence.group.chain is not None and length // size > sequence.num_known // size
 
-    def forget(self, sequence: Sequence) -> None:
-        """Remove the identities of a sequence's blocks, which may hold wrong values."""
-        self.prefixes.forget(sequence)
-
     def release(self, sequence: Sequence, kept: bool = True) -> None:
         """Take slot and blocks back. A step in flight may still write them; their next use runs after it.
 
@@ -266,7 +266,8 @@ class CacheManager:
         self.prefixes.leave(sequence, self.lengths.item(sequence.slot) if kept else 0)
         heapq.heappush(self._free_slots, sequence.slot)
         self.index.release(sequence.blocks)
-        if sequence.group.learned is not None and sequence.group.learned.size:
+        learned = sequence.group.learned
+        if sequence.arriving or (learned is not None and learned.size):
             self._cleared.update(block for block in sequence.blocks if self.index.is_free(block))
         self._slot_copies.pop(sequence.slot, None)
         if self._block_copies:

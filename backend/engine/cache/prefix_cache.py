@@ -114,7 +114,7 @@ class PrefixCache:
         where another sequence has computed the same tokens, these are its blocks.
         """
         first, full = sequence.num_indexed, min(length, sequence.num_known) // self._size
-        if sequence.group.chain is None or full <= first:
+        if sequence.group.chain is None or full <= first or sequence.arriving:  # its blocks may be wrong
             return first, []
         keys = self._keys(sequence, max(first - 1, 0), full)
         parent = keys.pop(0) if first else b""

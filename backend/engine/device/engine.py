@@ -230,7 +230,10 @@ class Engine:
                     batch.token_ids, slots[: batch.num_decodes], state.sampling.last_tokens
                 )
             state.model.embed(context, x)
-        state.model.forward(context, x, state.caches)
+        caches = state.caches
+        for part in parts:
+            caches = part.caches(caches)
+        state.model.forward(context, x, caches)
         if plan is not None:
             self.sampler.start(plan)  # only sampling reads the slots: written while the device works
         for part in parts:

@@ -27,7 +27,7 @@ from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.file_weights import DTYPES
 from tridecode.backend.engine.device.parts.table import background_kinds
 from tridecode.backend.engine.device.preparation import build_engine
-from tridecode.backend.engine.host_tier.store import blocks_of_buffer
+from tridecode.backend.engine.host_tier.slots import blocks_of_buffer
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
 from tridecode.backend.models.weights import Weights

@@ -15,6 +15,8 @@ class Fetch:
 
     parent: identity of the block before the first one. blocks: cache blocks, one per slot. held: cache blocks
     before them, which must not be evicted meanwhile. issued, landed: numbers of started and finished copies.
+    is_joined: the plan that copies them also computes the sequence, whose slot has these blocks.
+    is_wrong: a block of them had a wrong checksum.
     """
 
     sequence: Sequence
@@ -27,11 +29,20 @@ class Fetch:
     landed: int = 0
     intact: int = 0
     failed: bool = False
+    is_joined: bool = False
+    is_wrong: bool = False
 
     @property
     def waits(self) -> bool:
         """Return whether some copies have not been issued yet."""
         return not self.failed and self.issued < len(self.slots)
+
+
+class Arrivals(NamedTuple):
+    """Sequences whose step has copied their blocks in. lost: those with a wrong block."""
+
+    whole: list[Sequence]
+    lost: list[Sequence]
 
 
 class Flight(NamedTuple):

@@ -16,7 +16,8 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.draft_loading import DRAFT
 from tridecode.backend.engine.host_tier.region import HostRegion
-from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
+from tridecode.backend.engine.host_tier.slots import parts_of_slot
+from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.weights.draft_files import GLIDE, INFO_FILE
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 
@@ -44,7 +45,9 @@ def open_store(state: DeviceState, directory: Path, fd: int | None) -> HostStore
     ]
     _, slot_bytes = parts_of_slot(sizes)
     region.lay_out(identity, slot_bytes, ranks.smallest(region.most_slots(slot_bytes)))
-    store = HostStore(region, sizes, state.device)
+    gpu = getattr(state.ops, "gpu", None)  # of kernels.cuda.Cuda
+    library = None if gpu is None else gpu.library
+    store = HostStore(region, sizes, state.device, library)
     region.keep(ranks.exchange_bytes(region.keys()))
     return store
 

@@ -15,9 +15,11 @@ from tridecode.backend.engine.cache.block_index import BlockIndex
 from tridecode.backend.engine.cache.block_keys import BlockHasher
 from tridecode.backend.engine.cache.draft_keys import DraftKeys
 from tridecode.backend.engine.host_tier.cost import CopyCost
-from tridecode.backend.engine.host_tier.fetch import Fetch, Flight
+from tridecode.backend.engine.host_tier.fetch import Arrivals, Fetch, Flight
+from tridecode.backend.engine.host_tier.layering import Layering
 from tridecode.backend.engine.host_tier.readiness import SHARES, Readiness
 from tridecode.backend.engine.host_tier.region import Entry
+from tridecode.backend.engine.host_tier.restoring import restore
 from tridecode.backend.engine.parts.host_copies import BlockOut, Copied, HostCopies
 from tridecode.backend.engine.schedule.sequence import Sequence
 from tridecode.backend.engine.step.plan import StepPlan
@@ -51,7 +53,7 @@ class HostTier:
     ):
         self.hasher = BlockHasher(secret)
         self.slots = BlockIndex(num_slots, self.hasher)
-        self.cost = CopyCost(block_tokens)
+        self.cost, self.layering = CopyCost(block_tokens), Layering()
         self.index, self._cleared = BlockIndex(0), set[int]()  # of the cache, see `bind`
         self.draft_keys: DraftKeys | None = None  # of an engine whose drafter has a cache of its own
         self.tokens = 0  # total that admitted sequences have found because they were copied in
@@ -69,23 +71,7 @@ class HostTier:
         self._waited = 0  # plans since blocks were copied out
         self._began: dict[int, float] = {}  # steps in flight with prompts that are long enough to be timed
         self._ended = 0.0
-        self._restore(entries)
-
-    def _restore(self, entries: Items[Entry]) -> None:
-        """Index the filled slots: parents first, used in the order in which they were filled."""
-        slots, by_key = self.slots, {entry.key: entry for entry in entries}
-        every = slots.allocate(slots.num_blocks)
-        for entry in entries:
-            chain, parent = [entry], by_key.get(entry.parent)
-            while parent is not None and not slots.is_indexed(parent.key) and len(chain) <= len(entries):
-                chain.append(parent)  # the last condition: damaged memory may contain a cycle
-                parent = by_key.get(parent.parent)
-            for one in reversed(chain):
-                slots.insert(one.parent, [one.key], [one.slot])
-        for entry in entries:
-            slots.release([entry.slot])
-        filled = {entry.slot for entry in entries}
-        slots.release([slot for slot in reversed(every) if slot not in filled])
+        restore(self.slots, entries)
 
     def bind(self, index: BlockIndex, cleared: set[int]) -> None:
         """Use the index of the cache. cleared: the blocks that the next plan with rows sets to zero."""
@@ -158,6 +144,24 @@ class HostTier:
         sequence.fetches += 1
         return True
 
+    def joinable(self, sequence: Sequence, found: list[int]) -> list[int]:
+        """Return the blocks that are about to be copied in for a sequence, behind `found`, if it may be
+        computed by the plan that copies them; [] if it has to wait for them. `join` decides it.
+        """
+        fetch = self._fetches[-1] if self._fetches else None
+        if fetch is None or fetch.sequence is not sequence or fetch.issued or fetch.held != found:
+            return []
+        blocks = len(found) + len(fetch.blocks)
+        own, copy_s = sequence.num_known - blocks * self._block_tokens, self.cost.copy_s
+        suits = self.layering.suits(sequence, own, len(fetch.blocks), copy_s)
+        return fetch.blocks if suits and self.draft_keys is None else []
+
+    def join(self, sequence: Sequence) -> None:
+        """Copy the blocks of `joinable` with the plan in the making, which computes the sequence."""
+        fetch = self._fetches[-1]
+        fetch.is_joined = sequence.arriving = True
+        sequence.fetched += len(fetch.blocks)
+
     def admitted(self, sequence: Sequence, length: int) -> None:
         """Count the tokens that came from the tier, for an admitted sequence with `length` cached tokens."""
         self.tokens += min(sequence.fetched * self._block_tokens, length)
@@ -178,10 +182,14 @@ class HostTier:
         limit = max(self._most_blocks, num_tokens // self._block_tokens)
         part, flight_ins = HostCopies(drops=self._drops, asks=self.memory.begin()), []
         self._drops = []
-        for fetch in self._fetches:
+        for fetch in sorted(self._fetches, key=lambda fetch: not fetch.is_joined):
             if not fetch.waits:
                 continue
-            count = min(len(fetch.slots) - fetch.issued, limit - len(part.ins))
+            count = len(fetch.slots) - fetch.issued
+            if fetch.is_joined:
+                part.layered += count
+            else:
+                count = max(min(count, limit - len(part.ins)), 0)
             chosen = slice(fetch.issued, fetch.issued + count)
             part.ins += zip(fetch.slots[chosen], fetch.blocks[chosen])
             flight_ins += [fetch] * count
@@ -231,9 +239,9 @@ class HostTier:
             slots.evict(1)
         return slots.allocate(1)[0] if slots.num_free else None
 
-    def commit(self, part: HostCopies, copied: Copied) -> None:
+    def commit(self, part: HostCopies, copied: Copied) -> Arrivals:
         """Take the result of copies: blocks that came out are found from now on, and those that came in are
-        in the index of the cache."""
+        in the index of the cache. Return the sequences that the same plan has computed."""
         flight = self._flights.pop(id(part))
         if part.asks:
             self.memory.answer(copied.shares)
@@ -245,6 +253,9 @@ class HostTier:
             self.cost.note_copy(len(part.ins), copied.seconds)
         for fetch, intact in zip(flight.ins, copied.intact):
             self._land(fetch, intact, fault=not intact)
+        joined = dict.fromkeys(fetch for fetch in flight.ins if fetch.is_joined)
+        whole = [fetch.sequence for fetch in joined if not fetch.is_wrong]
+        return Arrivals(whole, [fetch.sequence for fetch in joined if fetch.is_wrong])
 
     def abandon(self, plan: StepPlan) -> None:
         """Note that a plan could not run."""
@@ -257,6 +268,7 @@ class HostTier:
                 self._end_out(out, False)
             for fetch in flight.ins:
                 self._land(fetch, False, fault=False)
+                fetch.sequence.arriving &= not fetch.is_joined
 
     def _end_out(self, out: BlockOut, intact: bool) -> None:
         """Finish a copy to the tier. intact: whether the slot holds what its key says."""
@@ -276,7 +288,7 @@ class HostTier:
         number, fetch.landed = fetch.landed, fetch.landed + 1
         key = fetch.keys[number]
         if fault:
-            self.faults += 1
+            self.faults, fetch.is_wrong = self.faults + 1, True
             self._bad[key] = fetch.slots[number]
             self._drops.append(fetch.slots[number])
         if intact and not fetch.failed:
@@ -305,13 +317,16 @@ class HostTier:
         self._coming.difference_update(fetch.keys)
         self.slots.release(fetch.slots)
         self.index.release([*reversed(fetch.blocks), *reversed(fetch.held)])
-        fetch.sequence.fetched += fetch.intact
+        if not fetch.is_joined:
+            fetch.sequence.fetched += fetch.intact
 
     # ------------------------------------------------------------ times
 
     def begin_step(self, plan: StepPlan) -> None:
         """Note the launch of a step."""
-        if plan.num_tokens > plan.num_decodes:
+        part = plan.part(HostCopies)
+        waits = part is not None and part.layered > 0
+        if plan.num_tokens > plan.num_decodes and not waits:
             self._began[plan.step] = self._clock()
 
     def end_step(self, plan: StepPlan) -> None:

@@ -21,6 +21,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ins: list[tuple[_Index, _Index]]
     drops: list[_Index]
     asks: bool
+    layered: _Index = 0
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -48,7 +49,8 @@ class Copied(NamedTuple):
 @dataclass
 class HostCopies(StepPart):
     """outs: blocks to copy to the host tier. ins: (slot, block) pairs to copy from it. drops: slots to clear.
-    asks: a query to the ranks how much of the tier's memory they have pinned.
+    asks: a query to the ranks how much of the tier's memory they have pinned. layered: the number of first
+    `ins` that this plan's prompts read: a layer waits for them, and does not wait for those of later layers.
 
     No step writes the blocks before the result is committed, and earlier plans have written those of `outs`.
     A plan may have only this part, without rows.
@@ -59,13 +61,14 @@ class HostCopies(StepPart):
     ins: list[tuple[int, int]] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
     asks: bool = False
+    layered: int = 0
 
     @property
     def captures(self) -> bool:
-        return True
+        return not self.layered
 
     def encode(self) -> Any:
-        return _Frame([(*out,) for out in self.outs], self.ins, self.drops, self.asks)
+        return _Frame([(*out,) for out in self.outs], self.ins, self.drops, self.asks, self.layered)
 
     @classmethod
     def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> HostCopies:
@@ -76,10 +79,14 @@ class HostCopies(StepPart):
         ):
             if len(set(numbers)) != len(numbers):
                 raise TridecodeError(f"{where} names a {name} twice; wanted each at most once")
-        return cls([BlockOut(*out) for out in found.outs], found.ins, found.drops, found.asks)
+        if found.layered > len(found.ins):
+            raise TridecodeError(f"{where} has {len(found.ins)} copies; {found.layered} are read by its rows")
+        outs = [BlockOut(*out) for out in found.outs]
+        return cls(outs, found.ins, found.drops, found.asks, found.layered)
 
     def commit(self, step: Commit, found: Copied) -> None:
-        step.handlers[HostCopies]([self], found)
+        lost = step.handlers[HostCopies]([self], found) or ()
+        step.taken += [index for index, sequence in enumerate(step.sampled) if sequence in lost]
 
 
 def empty_plan(step: int, part: HostCopies) -> StepPlan:

@@ -76,7 +76,7 @@ class BeamPlanner:
         self.cache.reserved -= search.width - len(group.sequences)
         for sequence in group.sequences:
             if damaged:
-                self.cache.forget(sequence)
+                self.cache.prefixes.forget(sequence)
             self.cache.release(sequence, not damaged)
 
     def take_rows(self, beams: list[Sequence]) -> Rows:

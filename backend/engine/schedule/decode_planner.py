@@ -43,7 +43,8 @@ class DecodePlanner:
     A sequence whose last token is in flight drains: it gives slot and blocks back with the next plan, which
     runs after the step that still uses them. It keeps them for a session, whose blocks get their identity
     when the answer is known, for other samples of its prompt, which share them, and if the tokens in flight
-    fill a block, which gets its identity (prefix_cache.py) when they are known.
+    fill a block, which gets its identity (prefix_cache.py) when they are known, or copies are in flight that
+    decide whether its tokens count.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager):
@@ -74,7 +75,7 @@ class DecodePlanner:
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence whose known tokens are all planned; beams then belong to BeamPlanner."""
         length = self._cache.lengths.item(sequence.slot)
-        waits = self._waits or sequence.waits_for_mask
+        waits = self._waits or sequence.waits_for_mask or sequence.arriving
         if length >= self._last_lengths[sequence.slot] or waits:
             self._await(sequence, length)
         else:
@@ -340,5 +341,6 @@ class DecodePlanner:
     def _drain(self, sequence: Sequence) -> None:
         """Note that the last token of the sequence is in the plan that is being made."""
         sequence.stage, group = Stage.DRAINING, sequence.group
-        if group.row is None and not group.has_samples and not self._cache.ends_in_flight(sequence):
+        stays = group.row is not None or group.has_samples or sequence.arriving
+        if not (stays or self._cache.ends_in_flight(sequence)):
             self._drained.append(sequence)

@@ -52,6 +52,7 @@ class Planner:
         self._decode = DecodePlanner(limits, cache)
         self._prefill = PrefillPlanner(limits, cache, self.waiting, prompts, self._decode, self.beams)
         self._builder = StepBuilder(cache, prompts)
+        self._arrived: list[Sequence] = []  # see `arrive`, since the last plan
 
     @property
     def drafts(self) -> DraftPlanner | None:
@@ -81,7 +82,7 @@ class Planner:
         self._decode.without_slot.discard(sequence)
         if sequence.slot >= 0:
             if damaged:
-                self.cache.forget(sequence)
+                self.cache.prefixes.forget(sequence)
             self.cache.release(sequence, not damaged)
             if sequence.stage is Stage.PREFILL:
                 self._prefill.remove(sequence)
@@ -101,6 +102,24 @@ class Planner:
     def has_other_rows(self) -> bool:
         """Return whether a step can be planned without the sequences that wait for a mask."""
         return bool(self._decode.decoding or self._prefill.prefilling or len(self.waiting))
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Note that the blocks that a sequence's step has copied in are intact: it continues with the next
+        plan.
+        """
+        sequence.arriving = False
+        if sequence.slot >= 0:
+            self.cache.index_written(sequence)
+            self._arrived.append(sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Compute a sequence again whose step has read wrong blocks. That step's token for it is dropped."""
+        sequence.in_flight = 0
+        if sequence.slot >= 0:
+            self.leave(sequence)
+            sequence.restart()
+            self.wait(sequence)
+        sequence.arriving = False
 
     def miss(self, sequence: Sequence) -> None:
         """Take back the row of a plan that was not sampled, because its mask came too late."""
@@ -139,6 +158,9 @@ class Planner:
         extra_outputs: whether an open sequence has any (Sequence.extra_outputs).
         """
         self._decode.release_drained()
+        if self._arrived:
+            self._decode.resume(self._arrived)
+            self._arrived = []
         self._decode.hold_unready()
         if self.limits.recompute_long and self.limits.long_prompt_tokens:
             self._recompute_outgrown()

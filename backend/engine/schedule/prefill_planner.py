@@ -72,7 +72,8 @@ class PrefillPlanner:
     @property
     def goes_on(self) -> bool:
         """Return whether the next step has a chunk of a prompt, whatever is admitted."""
-        return any(one.group.search is None and not is_background(one) for one in self.prefilling)
+        running = [one for one in self.prefilling if not one.arriving]
+        return any(one.group.search is None and not is_background(one) for one in running)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose slot and blocks are given back."""
@@ -112,7 +113,9 @@ class PrefillPlanner:
         for sequence in sequences:
             if budget <= 0:
                 break
-            if sequence.group.search is not None and not self._beams.may_prefill(sequence):
+            if sequence.arriving or (
+                sequence.group.search is not None and not self._beams.may_prefill(sequence)
+            ):
                 continue
             chunks.append(self._chunk(sequence, budget))
             budget -= chunks[-1].num_tokens
@@ -202,7 +205,7 @@ class PrefillPlanner:
         # a preempted sequence waits for its tokens in flight: they are part of what is computed again
         if sequence.in_flight or not self._prompts.fits(sequence.group):
             return Admission.NO_SLOT
-        if not sequence.may_continue:
+        if sequence.arriving or not sequence.may_continue:
             return Admission.COMING
         if self._only_others and is_background(sequence):
             self._refused = True

@@ -88,7 +88,7 @@ class Scheduler:
         )
         self._tier = tier
         if tier is not None:
-            self._outputs.handle(HostCopies, lambda parts, found: tier.commit(parts[0], found))
+            self._outputs.handle(HostCopies, lambda parts, found: self._arrive(*tier.commit(parts[0], found)))
         self.masks = MaskedRows(self.grammars, self.planner, self.requests)
         self._arrivals = 0
 
@@ -311,6 +311,16 @@ class Scheduler:
             self._tier.end_step(plan)
         self._outputs.commit(plan, result)
         return self.requests.take_events()
+
+    def _arrive(self, whole: list[Sequence], lost: list[Sequence]) -> list[Sequence]:
+        """Let sequences continue whose step has copied their blocks in; compute the `lost` ones again and
+        return them.
+        """
+        for sequence in whole:
+            self.planner.arrive(sequence)
+        for sequence in lost:
+            self.planner.take_back(sequence)
+        return lost
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
         """End the prompts of a step that ran out of memory with the error; compute its decode rows again."""

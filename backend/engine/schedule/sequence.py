@@ -161,6 +161,8 @@ class Sequence:
     answer_keys: list[bytes] = field(default_factory=list)
     fetches: int = 0  # number of times that it waited for blocks of the host tier
     fetched: int = 0  # blocks that were copied in for it since its last admission
+    #: the step in flight copies blocks of it in and computes it; their checksums are not known yet
+    arriving: bool = False
     draft_record: DraftRecord | None = None  # set while its rows have drafts
     forced_record: DraftRecord | None = None  # of the drafts that its grammar forces
     draft_gap: int = NO_GAP  # first position that the drafter's cache lacks (cache/draft_keys.py)

@@ -175,8 +175,9 @@ class StepResult:
     found: tuple[np.ndarray, np.ndarray] | None = None
 
 
-#: files the result of the parts of one class; a scheduler passes one for each class whose results it needs
-Handler = Callable[[list, Any], None]
+#: files the result of the parts of one class; a scheduler passes one for each class whose results it needs.
+#: It may return sequences
+Handler = Callable[[list, Any], list | None]
 
 
 @dataclass

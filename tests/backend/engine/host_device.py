@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tests.backend.engine.toy_device import Run, ToyDevice
+from tridecode.backend.engine.host_tier.layering import Layering
 from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.host_tier.region import Entry
 from tridecode.backend.engine.host_tier.tier import HostTier
@@ -79,13 +80,21 @@ class HostRun(Run):
     """A run with a tier; `kill` replaces the engine by a new one that finds the memory."""
 
     def __init__(
-        self, limits: SchedulerLimits, memory: HostMemory, overlap: bool | str = False, most_blocks: int = 3
+        self,
+        limits: SchedulerLimits,
+        memory: HostMemory,
+        overlap: bool | str = False,
+        most_blocks: int = 3,
+        layered: bool = False,
     ):
+        """layered: prompts are computed with the plan that copies their blocks in, if they may be."""
         self.now = 0.0
         tier = HostTier(
             memory.num_slots, SECRET, memory.entries(), limits.block_tokens, most_blocks, lambda: self.now
         )
         tier.cost.pays = lambda: True  # type: ignore[method-assign]
+        tier.layering = Layering(layered, least_tokens=0, least_copy_s=0.0)
+        tier.cost.note_copy(1, 0.001)
         super().__init__(limits, overlap, tier)
         self.tier, self.memory = tier, memory
         self.device: HostDevice = HostDevice(self.scheduler.limits, memory)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.engine.cache.block_keys import BlockHasher, Context
-from tridecode.backend.engine.host_tier.checksum import UNIT_BYTES, Checksums
 from tridecode.backend.engine.host_tier.region import HostRegion
-from tridecode.backend.engine.host_tier.store import HostStore, parts_of_slot
+from tridecode.backend.engine.host_tier.slots import parts_of_slot
+from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.parts.host_copies import BlockOut, HostCopies, empty_plan
 from tridecode.backend.engine.step import plan_frame
+from tridecode.kernels.block_copies import UNIT_BYTES, Checksums
 from tridecode.kernels.operands import CacheLayer
 
 MODEL, OTHER = bytes([1] * 32), bytes([2] * 32)

@@ -40,11 +40,14 @@ class HostMachine(RequestMachine):
         most=st.integers(1, 4),
         overlap=st.sampled_from([False, True, "stages"]),
         shares=st.sampled_from([0, SHARES // 2, SHARES, SHARES]),
+        layered=st.booleans(),
     )
-    def start(self, blocks: int, slots: int, step: int, most: int, overlap: bool | str, shares: int) -> None:
+    def start(
+        self, blocks: int, slots: int, step: int, most: int, overlap: bool | str, shares: int, layered: bool
+    ) -> None:
         self.sizes = limits(num_blocks=blocks, max_step_tokens=step, max_sequence_tokens=32)
-        self.overlap, self.most = overlap, most
-        self.run = HostRun(self.sizes, HostMemory(slots), overlap, most)
+        self.overlap, self.most, self.layering = overlap, most, layered
+        self.run = HostRun(self.sizes, HostMemory(slots), overlap, most, layered)
         self.run.device.shares = shares
         self.number = 0
         self.wanted: dict[int, tuple[list[int], SamplingParams]] = {}
@@ -132,7 +135,7 @@ class HostMachine(RequestMachine):
         self.check_ends()
         ended = self.run
         again = [n for n in self.wanted if not all(ended.ends[n, i] for i in self.sequences(n))]
-        self.run = HostRun(self.sizes, ended.memory, self.overlap, self.most)
+        self.run = HostRun(self.sizes, ended.memory, self.overlap, self.most, self.layering)
         self.run.device.shares = abs(ended.device.shares)
         self.run.tier.faults = ended.tier.faults
         wanted, self.wanted = self.wanted, {}

@@ -17,8 +17,10 @@ from tests.backend.engine.test_prefix_models import GREEDY
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.memory_file import create_file
 from tridecode.backend.engine.host_tier.region import HostRegion
-from tridecode.backend.engine.host_tier.store import HostStore, Transfer, parts_of_slot
+from tridecode.backend.engine.host_tier.slots import parts_of_slot
+from tridecode.backend.engine.host_tier.store import HostStore
 from tridecode.backend.engine.host_tier.tier import HostTier
+from tridecode.backend.engine.host_tier.transfer import Transfer
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.engine.parts.host_copies import BlockOut, HostCopies
 from tridecode.kernels.operands import CacheLayer

@@ -6,10 +6,13 @@ end by themselves (docs/design/adding_an_operation.md).
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tridecode.kernels.build import source
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,7 +21,7 @@ SIDE_STREAMS = {
     "backend/engine/adapters/upload.py": "copies from pinned memory",
     "backend/engine/device/file_weights.py": "copies from pinned memory, before the first step",
     "backend/engine/device/late_masks.py": "copies of masks; torch's write to their slots",
-    "backend/engine/host_tier/store.py": "copies of blocks; torch's gather, scatter and sums for checksums",
+    "backend/engine/host_tier/store.py": "copies of blocks; torch's gather and sums; place_blocks",
 }
 #: functions of torch.cuda that make a stream, or make one current
 OPENERS = {"Stream", "ExternalStream", "stream", "set_stream", "StreamContext"}
@@ -79,6 +82,15 @@ def test_no_kernel_of_ours_runs_in_a_stream_other_than_that_of_the_steps(name: s
     assert launched_elsewhere(ast.parse((ROOT / name).read_text())) == set()
 
 
+def test_the_only_kernel_of_ours_beside_steps_waits_for_no_block():
+    """block_copies.py reaches the library for the host tier's stream."""
+    text = (ROOT / "kernels/block_copies.py").read_text()
+    assert set(re.findall(r"_library\.(\w+)\(", text)) == {"copy_columns", "place_blocks"}
+    code = source("place_blocks.cu").read_text()
+    assert '"common/spin.cuh"' not in code and "while (" in code
+    assert not re.search(r"\bSpin\b|counters|partials|cluster", code)
+
+
 def test_collectives_are_waited_for_in_the_stream_of_the_steps():
     """NCCL's kernels wait for other ranks, and would meanwhile hold multiprocessors that a step needs."""
     for name, tree in modules():
@@ -89,7 +101,7 @@ def test_collectives_are_waited_for_in_the_stream_of_the_steps():
 @pytest.mark.parametrize(
     ("old", "new", "launchers"),
     [
-        ("layer.index_copy_(0, index, columns)", "self._gpu.scatter(layer, index)", {"_gpu"}),
+        ("torch.index_select(tensor, 0, index, out=columns)", "self._gpu.gather(tensor)", {"_gpu"}),
         ("            self._copy(transfer, steps)\n", "            ops.linear(self._out)\n", {"ops"}),
     ],
 )

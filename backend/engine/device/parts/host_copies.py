@@ -7,6 +7,7 @@ from tridecode.backend.engine.host_tier.readiness import SHARES
 from tridecode.backend.engine.parts.host_copies import Copied, HostCopies
 from tridecode.backend.engine.ranks.exchange import waiting
 from tridecode.backend.engine.ranks.parallel import GPU
+from tridecode.kernels.operands import CacheLayer
 
 
 class HostCopiesRun(PartRun[HostCopies]):
@@ -14,6 +15,9 @@ class HostCopiesRun(PartRun[HostCopies]):
         store = self.state.host
         assert store is not None, "this rank has no host tier"
         self._transfer = store.begin(self.part)
+
+    def caches(self, caches: list[CacheLayer]) -> list[CacheLayer]:
+        return self._transfer.caches(caches)
 
     @property
     def is_done(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.step.plan import StepPart, StepPlan
 from tridecode.backend.models.context import Context
-from tridecode.kernels.operands import Batch
+from tridecode.kernels.operands import Batch, CacheLayer
 from tridecode.kernels.ops import Ops
 
 P = TypeVar("P", bound=StepPart)
@@ -20,8 +20,8 @@ class PartRun(Generic[P]):
     """Base class. Each method is called once per step, in this order, for the parts in the order of the plan.
     All ranks call all methods, so each may be collective. They run in inference mode.
 
-    A step that runs as a CUDA graph skips `ops` and `after_logits`. It calls `after_forward` only if it has
-    prompts, after the graph, which has already sampled.
+    A step that runs as a CUDA graph skips `ops`, `caches` and `after_logits`. It calls `after_forward` only
+    if it has prompts, after the graph, which has already sampled.
     """
 
     def __init__(self, state: DeviceState, plan: StepPlan, part: P):
@@ -43,6 +43,10 @@ class PartRun(Generic[P]):
     def ops(self, ops: Ops, batch: Batch) -> Ops:
         """Return the operations of this batch's forward, which replace `ops`."""
         return ops
+
+    def caches(self, caches: list[CacheLayer]) -> list[CacheLayer]:
+        """Return the caches of the step's forward, which replace `caches`."""
+        return caches
 
     @classmethod
     def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
