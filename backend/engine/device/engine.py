@@ -61,7 +61,7 @@ class Engine:
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
         self.part_graphs: dict[type[StepPart], DecodeGraphs] = {}  # graphs of decode steps with the part
-        self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, ring)
+        self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, self.buffers.words, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
         if open_weights is not None:
@@ -129,8 +129,7 @@ class Engine:
 
     def _pending(self, plan: StepPlan, parts: list[PartRun[Any]]) -> Pending:
         """Start the copies of a step's results, all of whose rows are sampled."""
-        tokens, log_probs = self.sampler.fetch(plan)
-        accepted = self.sampler.fetch_accepted(plan) if plan.queries else None
+        tokens, log_probs, accepted = self.sampler.fetch(plan)
         if parts:
             with torch.inference_mode():
                 for part in parts:

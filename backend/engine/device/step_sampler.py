@@ -26,7 +26,8 @@ class StepSampler:
 
     ring: number of host buffers, used in turns, more than the steps in flight; 0: results stay on the
     device. sampling: state of the slots; None: the engine's. accepted: (B,) int32, samples that each
-    decode row of the newest verifying step keeps.
+    decode row of the newest verifying step keeps. counts: (B + 1,) int32, `accepted` and, at index kept_all,
+    a 1, for rows that keep their only sample.
     """
 
     def __init__(self, state: DeviceState, ring: int, sampling: SamplingState | None = None):
@@ -38,14 +39,14 @@ class StepSampler:
         ranks, vocab = state.ranks, state.vocab
         if vocab is not None and isinstance(ranks, ProcessRanks) and ranks.peers is not None:
             self._peers = PeerSampler(state.ops, ranks.peers, vocab)
-        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.accepted = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._results = [
-            (empty_host((rows,), torch.int32, device), empty_host((rows,), torch.float32, device))
-            for _ in range(ring)
-        ]
-        self._host_accepted = [empty_host((rows,), torch.int32, device) for _ in range(ring)]
+        # log probabilities, tokens and counts are adjacent: one copy brings them to the host
+        self._packed = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        self._log_probs = self._packed[:rows].view(torch.float32)
+        self.tokens = self._packed[rows : 2 * rows]
+        self.counts, self.kept_all = self._packed[2 * rows :], rows
+        self.counts[rows] = 1
+        self.accepted = self.counts[:rows]
+        self._results = [_HostResult(rows, device) for _ in range(ring)]
         self._late = LateMasks(rows, state.sampling.masks.shape[1], device)
         self.verified: Batch | None = None  # the newest step that verifies, on a stage that does not sample
 
@@ -121,39 +122,57 @@ class StepSampler:
             self._peers.sample(logits, slots, state, **results)
 
     @torch.inference_mode()
-    def fetch(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Start the copies of the step's (R,) tokens and log probabilities to the host; returns both."""
+    def fetch(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Start the copies of the step's (R,) tokens and log probabilities to the host and, of a step that
+        verifies, of the (num_decodes,) accepted counts; return them."""
         count, ranks, turn = plan.num_samples, self._ranks, self._results[plan.step % len(self._results)]
-        tokens, log_probs = self.tokens[:count], self._log_probs[:count]
-        if not count:
-            return turn[0][:0], turn[1][:0]
+        accepted = turn.accepted[: plan.num_decodes] if plan.queries else None
         if ranks.is_pipelined:
-            fetch = partial(to_first, ranks, shape=(count,), device=self._device)
-            return (
-                fetch(tokens, dtype=torch.int32, host=turn[0][:count]),
-                fetch(log_probs, dtype=torch.float32, host=turn[1][:count]),
-            )
-        if ranks.num_stages > 1:
-            ranks.share(tokens)
-            ranks.share(log_probs)
-            if not self._state.is_last_stage and not plan.queries:
-                self._store_last_tokens(plan, tokens)
-        return to_host(tokens, turn[0][:count]), to_host(log_probs, turn[1][:count])
-
-    @torch.inference_mode()
-    def fetch_accepted(self, plan: StepPlan) -> Tensor:
-        """Start the copy of a verifying step's (num_decodes,) accepted counts to the host, after `fetch`."""
-        count, ranks = plan.num_decodes, self._ranks
-        accepted, host = self.accepted[:count], self._host_accepted[plan.step % len(self._host_accepted)]
+            tokens, log_probs = self._fetch_from_last(plan, turn)
+            return tokens, log_probs, self._fetch_accepted(plan, turn)
+        tokens, log_probs = turn.tokens[:count], turn.log_probs[:count]
         if not count:
-            return host[:0]
-        if ranks.is_pipelined:  # the plans have all ids and lengths
-            return to_first(ranks, accepted, (count,), torch.int32, self._device, host[:count])
+            return tokens, log_probs, accepted
         if ranks.num_stages > 1:
+            self._share(plan)
+        rows = len(self.tokens)
+        end = 2 * rows + plan.num_decodes if plan.queries else rows + count
+        to_host(self._packed[:end], turn.packed[:end])
+        return tokens, log_probs, accepted
+
+    def _share(self, plan: StepPlan) -> None:
+        """Give the results of the last stage to the others, which launch their steps after it."""
+        ranks, tokens = self._ranks, self.tokens[: plan.num_samples]
+        ranks.share(tokens)
+        ranks.share(self._log_probs[: plan.num_samples])
+        if not self._state.is_last_stage and not plan.queries:
+            self._store_last_tokens(plan, tokens)
+        if plan.queries and plan.num_decodes:
+            accepted = self.accepted[: plan.num_decodes]
             ranks.share(accepted)
             if not self._state.is_last_stage:
                 self._store_accepted(plan, accepted)
-        return to_host(accepted, host[:count])
+
+    def _fetch_from_last(self, plan: StepPlan, turn: _HostResult) -> tuple[Tensor, Tensor]:
+        """`fetch` of tokens and log probabilities where the stages of a pipeline overlap."""
+        count = plan.num_samples
+        if not count:
+            return turn.tokens[:0], turn.log_probs[:0]
+        fetch = partial(to_first, self._ranks, shape=(count,), device=self._device)
+        return (
+            fetch(self.tokens[:count], dtype=torch.int32, host=turn.tokens[:count]),
+            fetch(self._log_probs[:count], dtype=torch.float32, host=turn.log_probs[:count]),
+        )
+
+    def _fetch_accepted(self, plan: StepPlan, turn: _HostResult) -> Tensor | None:
+        """`fetch` of the accepted counts, where the plans have all ids and lengths."""
+        count = plan.num_decodes
+        if not plan.queries:
+            return None
+        host = turn.accepted[:count]
+        if not count:
+            return host
+        return to_first(self._ranks, self.accepted[:count], (count,), torch.int32, self._device, host)
 
     def _store_accepted(self, plan: StepPlan, accepted: Tensor) -> None:
         """Write last_tokens and lengths of a step that verifies on a stage that does not sample."""
@@ -175,3 +194,12 @@ class StepSampler:
         indices, places = torch.from_numpy(rows).to(self._device), torch.from_numpy(slots[rows])
         last_tokens = self._sampling.last_tokens
         last_tokens[places.to(self._device).long()] = tokens[indices].clamp(min=0)
+
+
+class _HostResult:
+    """Host memory of a step's results, in the order of StepSampler's on the device. rows: at most."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.packed = empty_host((3 * rows,), torch.int32, device)
+        self.log_probs = self.packed[:rows].view(torch.float32)
+        self.tokens, self.accepted = self.packed[rows : 2 * rows], self.packed[2 * rows :]

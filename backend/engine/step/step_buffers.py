@@ -72,6 +72,11 @@ class StepBuffers:
         self.placed: torch.Tensor
 
     @property
+    def words(self) -> torch.Tensor | None:
+        """The buffer on a GPU, which begins with the token ids of each batch; None on a CPU."""
+        return self._device
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the buffer on a GPU."""
         return self._host[0].nbytes

@@ -70,7 +70,7 @@ class DraftMachine(HostMachine):
     )
     def start(self, blocks: int, slots: int, step: int, most: int, overlap: bool, seed: int) -> None:
         self.sizes = limits(num_blocks=blocks, max_sequences=8, max_step_tokens=step, max_sequence_tokens=32)
-        self.overlap, self.most, self.seed = overlap, most, seed
+        self.overlap, self.most, self.seed, self.layering = overlap, most, seed, False
         self.run = HostRun(self.sizes, HostMemory(slots), overlap, most)
         self.drafted = Drafted(self.run, seed, some=True)
         self.number = 0

@@ -12,7 +12,6 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.sampling import on_device
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.kernels.sampling_rules import is_penalised
-from tridecode.kernels.sampling_state import SamplingState
 
 
 class DraftDraws:
@@ -23,26 +22,28 @@ class DraftDraws:
     """
 
     def __init__(self, state: DeviceState):
-        target = state.sampling
+        target = self._target = state.sampling
         own = {name: getattr(target, name).clone() for name in ("slots", "last_tokens", "lengths", "counts")}
         # a history is only written beyond its end, where the target's sampler overwrites it
         self.sampling = replace(target, **own)
         self.sampler = StepSampler(state, 0, self.sampling)
 
-    def take(self, state: SamplingState, slots: np.ndarray, masked: np.ndarray) -> None:
-        """Copy the state that sampling a token changes from the target's, for these slots. masked: the slots
-        of sequences that obey a grammar; their masks are those of other tokens, so drafts have none."""
-        own = self.sampling
-        own.slots.copy_(state.slots)
-        if len(masked):
-            where = on_device(torch.from_numpy(masked.astype(np.int64)), own.slots.device)
-            own.column("masked").index_fill_(0, where, 0)
-        own.last_tokens.copy_(state.last_tokens)
-        own.lengths.copy_(state.lengths)
-        penalised = slots[is_penalised(state.started[slots])]
+    def take_counts(self, slots: np.ndarray) -> None:
+        """Copy the counts of tokens from the target's state, for those of these slots that have penalties."""
+        own, target = self.sampling, self._target
+        penalised = slots[is_penalised(target.started[slots])]
         if len(penalised):
-            where = on_device(torch.from_numpy(penalised.astype(np.int64)), state.counts.device)
-            own.counts.index_copy_(0, where, state.counts.index_select(0, where))
+            where = on_device(torch.from_numpy(penalised.astype(np.int64)), own.counts.device)
+            own.counts.index_copy_(0, where, target.counts.index_select(0, where))
+
+    def take(self, keeps: Tensor) -> None:
+        """Copy the other state that sampling a token changes from the target's; may be captured.
+
+        keeps: (S,) int32, 0 for a slot whose sequence obeys a grammar: its mask is that of another token, so
+        drafts have none; else 1.
+        """
+        self.sampling.slots.copy_(self._target.slots)
+        self.sampling.column("masked").mul_(keeps)
 
     def draw(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Return the next token of each slot, (R,) int32, valid until the next call; 0 for a row without one.

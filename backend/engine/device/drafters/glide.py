@@ -11,6 +11,7 @@ from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.draft_weights import FIRST
 from tridecode.backend.engine.device.drafters.glide_layer import GlideLayer, mlp_columns
 from tridecode.backend.engine.device.drafters.sequential_drafter import SequentialDrafter
+from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.speculation.records import GLIDE
 from tridecode.backend.models.context import Context, Rows, Workspace
 from tridecode.backend.models.layers import add_linears, attention
@@ -25,19 +26,19 @@ class GlideDrafter(SequentialDrafter):
     layer, which holds neither the newest token nor the drafts; a query is rotated to the position of its own
     token. Both attentions use the heads, rotary table, slopes and window of the target's layer.
 
-    turns: number of host buffers for plans; more than steps in flight.
+    sampler, step_ids, turns: as for SequentialDrafter.
     """
 
     weights: GlideLayer
 
-    def __init__(self, state: DeviceState, turns: int):
+    def __init__(self, state: DeviceState, sampler: StepSampler, step_ids: torch.Tensor | None, turns: int):
         assert state.trained is not None and state.config.max_step_tokens is not None
         config, info, ranks = state.config, state.trained.info, state.ranks
         self.most_drafts, self.source = min(info.depth, config.max_draft_tokens), GLIDE
         place = ranks.tensor_rank, ranks.tensor_size
         self.weights = GlideLayer.load(state.trained, state.ops, state.dtype, state.device, *place)
         self._work = _workspace(state)
-        super().__init__(state, self._work.hidden, turns)
+        super().__init__(state, sampler, step_ids, self._work.hidden, turns)
         target = state.model.heads[info.layer]
         self._heads = replace(target, qkv_limit=0.0, query_norm=None, key_norm=None)
         self._target, self._own = info.layer, len(state.model.layers) + len(state.draft_layers)

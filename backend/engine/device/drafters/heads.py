@@ -14,12 +14,14 @@ from torch import Tensor
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.drafters.draws import DraftDraws
+from tridecode.backend.engine.device.drafters.row_inputs import RowInputs
 from tridecode.backend.engine.device.pending import Found
-from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.ranks.vocab_share import mask_padding
 from tridecode.backend.engine.speculation.records import HEADS
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.query_graphs import ROWS
 from tridecode.kernels.operands import Linear, Norm
 from tridecode.kernels.ops import Ops
@@ -69,10 +71,10 @@ class HeadsDrafter(DeviceDrafter):
 
     weights: HeadWeights
 
-    def __init__(self, state: DeviceState, weights: HeadWeights):
+    def __init__(self, state: DeviceState, weights: HeadWeights, sampler: StepSampler, turns: int):
         config, device = state.config, state.device
         self.most_drafts, self.source = weights.depth, HEADS
-        self._state, self.weights = state, weights
+        self._state, self.weights, self._sampler = state, weights, sampler
         self._draws = DraftDraws(state)
         self._logits = state.work.logits
         columns = self._logits.shape[1]
@@ -82,12 +84,20 @@ class HeadsDrafter(DeviceDrafter):
         fewest = max(weights.depth * self._multiple, rows)
         if len(self._logits) < fewest:
             self._logits = torch.zeros(fewest, columns, device=device)
-        #: inputs of the graphs: the newest token of each row, its hidden state, its slot
+        # slots: -1 for padding. firsts: one less than the row's first sample. counted: of
+        # StepSampler.counts. where, source: slots that get drafts, and the rows that these are taken from;
+        # padding repeats row 0. keeps: see DraftDraws.take
+        sizes = {
+            "slots": (rows, np.int32),
+            "keeps": (config.slots, np.int32),
+            **{name: (rows, np.int64) for name in ("firsts", "counted", "where", "source")},
+        }
+        self._inputs = RowInputs(sizes, device, turns)
+        #: the newest token of each row, and its hidden state
         self._newest = torch.zeros(rows, dtype=torch.int32, device=device)
         self._states = torch.zeros(rows, state.model_config.hidden_size, dtype=state.dtype, device=device)
-        self._slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._drawn = torch.zeros((weights.depth, rows), dtype=torch.int32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.replayed = 0
 
     @torch.inference_mode()
@@ -95,72 +105,107 @@ class HeadsDrafter(DeviceDrafter):
         part = step.plan.part(Drafting)
         if part is None:
             return None
-        rows, device = len(part.rows), self._state.device
-        slots = step.plan.slots[part.rows]
-        where = on_device(torch.from_numpy(slots.astype(np.int64)), device)
-        samples = self._samples(step, part.rows)
-        torch.index_select(self._state.work.last, 0, samples, out=self._states[:rows])
-        torch.clamp(step.tokens.index_select(0, samples), min=0, out=self._newest[:rows])
-        self._slots[:rows] = where
-        self._draws.take(step.state, slots, step.plan.slots[part.masked])
         count = min(part.count, self.weights.depth)
-        step.state.drafts[:, :count].index_copy_(0, where, self._run(rows)[:count].T)
+        self._draws.take_counts(step.plan.slots[part.rows])
+        padded = self._padded_rows(len(part.rows), count)
+        self._send(step.plan, part, padded)
+        self._run(padded, count)
         return self.masked_drafts(step)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
-        """Capture a graph for each padded number of rows, on a GPU whose steps run as graphs."""
+        """Capture a graph for each padded number of rows and number of drafts, on a GPU whose steps run as
+        graphs."""
         state = self._state
         capture = Capturer(self._draft, phase, lambda: torch.cuda.synchronize(state.device))
         sizes = [rows for rows in ROWS if rows <= state.config.slots]
         if state.vocab is not None and not state.ranks.captures(self._states[: max(sizes)]):
             return
+        self._send_empty(max(sizes))
         with no_collection():
             for rows in reversed(sizes):
-                self._graphs[rows] = capture(rows, f"of the drafts of {rows} rows")
+                for count in range(self.weights.depth, 0, -1):
+                    what = f"of {count} drafts of {rows} rows"
+                    self._graphs[rows, count] = capture((rows, count), what)
 
     @torch.inference_mode()
     def rehearse(self, rows: int, drafts: int) -> None:
-        self._slots.fill_(-1)
-        self._run(rows)
+        count = min(drafts, self.weights.depth)
+        padded = self._padded_rows(rows, count)
+        self._send_empty(padded)
+        self._run(padded, count)
 
-    def _samples(self, step: SampledStep, rows: np.ndarray) -> Tensor:
-        """Return (n,) int64: for each of these rows of the plan, the sample that is its newest token."""
-        plan, device = step.plan, self._state.device
-        firsts = (np.cumsum(plan.samples) - plan.samples)[rows]
-        found = on_device(torch.from_numpy(firsts.astype(np.int64)), device)
-        if plan.queries:  # a decode row keeps a prefix of its samples
-            decodes = int(np.searchsorted(rows, plan.num_decodes))
-            kept = on_device(torch.from_numpy(rows[:decodes].astype(np.int64)), device)
-            found[:decodes] += step.accepted.index_select(0, kept).clamp(min=1) - 1
-        return found
-
-    def _run(self, rows: int) -> Tensor:
-        """Return the drafts of the first `rows` rows of the inputs, (depth, rows) int32."""
+    def _padded_rows(self, rows: int, count: int) -> int:
+        """Return the rows of the graph for `rows` rows with `count` drafts each, or `rows` if there is none."""
         place = bisect_left(ROWS, rows)
-        graph = self._graphs.get(ROWS[place]) if place < len(ROWS) else None
+        has_graph = place < len(ROWS) and (ROWS[place], count) in self._graphs
+        return ROWS[place] if has_graph else rows
+
+    def _send(self, plan: StepPlan, part: Drafting, padded: int) -> None:
+        """Send the inputs of the rows of a part."""
+        host, rows, count = self._inputs.next(), part.rows, len(part.rows)
+        host["slots"][:count] = host["where"][:count] = plan.slots[rows]
+        host["firsts"][:count] = (np.cumsum(plan.samples) - plan.samples)[rows] - 1
+        kept_all = self._sampler.kept_all
+        # a decode row of a step that verifies keeps a prefix of its samples
+        host["counted"][:count] = (
+            np.where(rows < plan.num_decodes, rows, kept_all) if plan.queries else kept_all
+        )
+        host["source"][:count] = np.arange(count)
+        host["keeps"][:] = 1
+        host["keeps"][plan.slots[part.masked]] = 0
+        self._pad(host, count, padded)
+
+    def _send_empty(self, padded: int) -> None:
+        """Send inputs of rows that have no slot."""
+        host = self._inputs.next()
+        host["where"][0] = 0
+        host["keeps"][:] = 1
+        self._pad(host, 0, padded)
+
+    def _pad(self, host: dict[str, np.ndarray], count: int, padded: int) -> None:
+        host["slots"][count:padded] = -1
+        host["firsts"][count:padded] = -1
+        host["counted"][count:padded] = self._sampler.kept_all
+        host["where"][count:padded] = host["where"][0]
+        host["source"][count:padded] = 0
+        self._inputs.send()
+
+    def _run(self, rows: int, count: int) -> None:
+        graph = self._graphs.get((rows, count))
         if graph is None:
-            self._draft(rows)
+            self._draft((rows, count))
         else:
-            self._slots[rows : ROWS[place]] = -1
             graph.replay()
             self.replayed += 1
-        return self._drawn[:, :rows]
 
     @torch.inference_mode()
-    def _draft(self, rows: int) -> None:
-        """Write _drawn for the first `rows` rows of the inputs."""
-        state, ops, weights = self._state, self._state.ops, self.weights
-        padded = self._padded(rows)
+    def _draft(self, size: tuple[int, int]) -> None:
+        """Write SamplingState.drafts for the first rows of the inputs. size: rows, and drafts of each."""
+        rows, count = size
+        state, sampler, own = self._state, self._sampler, self._inputs.device
+        self._draws.take(own["keeps"])
+        kept = sampler.counts.index_select(0, own["counted"][:rows]).clamp(min=1)
+        samples = own["firsts"][:rows] + kept
+        torch.index_select(state.work.last, 0, samples, out=self._states[:rows])
+        torch.clamp(sampler.tokens.index_select(0, samples), min=0, out=self._newest[:rows])
+        self._draw(rows, count)
+        drawn = self._drawn[:count].index_select(1, own["source"][:rows])
+        state.sampling.drafts[:, :count].index_copy_(0, own["where"][:rows], drawn.T)
+
+    def _draw(self, rows: int, count: int) -> None:
+        """Write _drawn for the first `rows` rows of _states and _newest."""
+        state, ops = self._state, self._state.ops
+        padded, slots = self._padded(rows), self._inputs.device["slots"][:rows]
         guesses = self._guesses(self._states[:padded], self._newest[:padded])
         step = self._heads_at_once(padded)
-        for first in range(0, weights.depth, step):
-            part = guesses[first : first + step]
+        for first in range(0, count, step):
+            part = guesses[first : min(first + step, count)]
             logits = self._logits[: len(part) * padded]
             ops.linear(part.reshape(len(logits), -1), state.model.head, out=logits)
             mask_padding(logits, state.vocab)
             for number in range(len(part)):
                 mine = logits[number * padded :][:rows]
-                self._drawn[first + number, :rows] = self._draws.draw(mine, self._slots[:rows])
+                self._drawn[first + number, :rows] = self._draws.draw(mine, slots)
 
     def _guesses(self, z: Tensor, newest: Tensor) -> Tensor:
         """Return z_j of all heads, (depth, n, C). z: (n, C) before the final norm. newest: (n,) int32."""

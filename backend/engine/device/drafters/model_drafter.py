@@ -8,6 +8,7 @@ import torch
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.sequential_drafter import SequentialDrafter
+from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.models.context import Context
 from tridecode.kernels.operands import Batch
 
@@ -15,13 +16,13 @@ from tridecode.kernels.operands import Batch
 class ModelDrafter(SequentialDrafter):
     """Runs DeviceState.draft on the tokens of steps with prompts, and after each step whose rows get drafts.
 
-    turns: number of host buffers for plans; more than steps in flight.
+    sampler, step_ids, turns: as for SequentialDrafter.
     """
 
-    def __init__(self, state: DeviceState, turns: int):
+    def __init__(self, state: DeviceState, sampler: StepSampler, step_ids: torch.Tensor | None, turns: int):
         assert state.draft is not None
         self._draft = state.draft
-        super().__init__(state, self._draft.work.hidden, turns)
+        super().__init__(state, sampler, step_ids, self._draft.work.hidden, turns)
         self._first = len(state.model.layers) + len(state.draft_layers)
         self._num_layers = self._draft.config.num_layers
         state.draft_layers += self._draft.block_shapes(state.config.block_tokens, state.ranks.tensor_size)
