@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -49,7 +49,7 @@ _LARGEST = _STEPS[-1][0]
 _INT8_ROWS = 512
 #: rows from which an int8 GEMM splits x into parts instead of dequantising the weight
 _PARTS_ROWS = 3
-#: queries of a prompt that are scored together if results must not depend on prefill chunks
+#: queries that are scored together if results must not depend on the chunks of a prompt
 _QUERY_TILE = 64
 
 
@@ -61,8 +61,8 @@ def rounded_rows(rows: int) -> int:
 
 class Cpu(Reference):
     """kernels.ops.Ops on a CPU. float32 GEMMs use packed weights; 16-bit GEMMs are torch's. batch_invariant:
-    the bits of a sequence's float32 results depend neither on the other sequences of its steps nor on the
-    chunks of its prompt; see docs/design/numerics.md.
+    the bits of a sequence's float32 results depend neither on the other sequences of its steps, nor on the
+    chunks of its prompt, nor on which of its tokens were prompts; see docs/design/numerics.md.
     """
 
     def __init__(self, batch_invariant: bool = False) -> None:
@@ -104,8 +104,13 @@ class Cpu(Reference):
         out: Tensor,
         unfinished: Linear | None = None,
     ) -> None:
-        with _one_thread() if self.batch_invariant else nullcontext():
+        if not self.batch_invariant:
             super().decode_attention(qkv, heads, batch, cache, out=out, unfinished=unfinished)
+            return
+        if unfinished is not None:
+            self.finish_qkv(qkv, heads, batch, cache)
+        out.zero_()  # padding, and rows without a context
+        _attend_in_tiles(qkv, heads, batch, cache, range(batch.num_decodes), out)
 
     def prefill_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
@@ -113,16 +118,28 @@ class Cpu(Reference):
         if not self.batch_invariant:
             super().prefill_attention(qkv, heads, batch, cache, out=out)
             return
-        base, queries = batch.decode_tokens, heads.num_heads * heads.head_size
-        starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-        for row in range(batch.num_decodes, batch.num_rows):
-            first, last = starts[row] - base, starts[row + 1] - base
-            if first < last:
-                k, v = cached_keys(cache, batch.block_tables[row], lens[row], qkv.dtype)
-                q = qkv[first:last, :queries].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
-                with _one_thread():
-                    attended = _tiled_attention(q, k, v, heads)
-                out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
+        _attend_in_tiles(qkv, heads, batch, cache, range(batch.num_decodes, batch.num_rows), out)
+
+
+def _attend_in_tiles(
+    qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, rows: range, out: Tensor
+) -> None:
+    """Compute the attention of some rows of a batch, whose first token is the first of qkv and of out.
+
+    Tokens of a decode step and of a prompt have the same bits, so that a preempted sequence, whose tokens are
+    computed again as a prompt, continues with the same results.
+    """
+    base, queries = batch.decode_tokens if rows.start else 0, heads.num_heads * heads.head_size
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for row in rows:
+        last = starts[row + 1] - base
+        first = max(starts[row] - base, last - lens[row])
+        if first < last:
+            k, v = cached_keys(cache, batch.block_tables[row], lens[row], qkv.dtype)
+            q = qkv[first:last, :queries].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
+            with _one_thread():
+                attended = _tiled_attention(q, k, v, heads)
+            out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
 
 
 def keeps_int8(weight: QuantizedWeight, batch_invariant: bool = False) -> bool:

@@ -135,7 +135,7 @@ class HeadsDrafter(DeviceDrafter):
         self._run(padded, count)
 
     def _padded_rows(self, rows: int, count: int) -> int:
-        """Return the rows of the graph for `rows` rows with `count` drafts each, or `rows` if there is none."""
+        """Return the rows of the graph for `rows` rows of `count` drafts, or `rows` if there is none."""
         place = bisect_left(ROWS, rows)
         has_graph = place < len(ROWS) and (ROWS[place], count) in self._graphs
         return ROWS[place] if has_graph else rows
