@@ -14,7 +14,7 @@ from torch import Tensor
 from tridecode.backend.engine.step.results import empty_host
 
 _ALIGN = 4  # int32 words: every array is aligned to 16 bytes
-_TYPES = {np.int32: (1, torch.int32), np.int64: (2, torch.int64)}
+_TYPES: dict[type, tuple[int, torch.dtype]] = {np.int32: (1, torch.int32), np.int64: (2, torch.int64)}
 
 
 class RowInputs:
@@ -34,7 +34,7 @@ class RowInputs:
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._turn = 0
         self._firsts = {name: place[0] for name, place in places.items()}
-        self._arrays = [
+        self._arrays: list[dict[str, np.ndarray]] = [
             {name: host.numpy()[first:end].view(kind) for name, (first, end, kind, _) in places.items()}
             for host in self._host
         ]
