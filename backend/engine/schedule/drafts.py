@@ -105,7 +105,8 @@ class DraftPlanner:
         """
         counts = [0] * len(sequences)
         learning = self.learning
-        if budget > 0 and (learning is None or learning.may_draft(len(sequences))):
+        is_idle = learning is not None and learning.finds_nothing(sequences)
+        if budget > 0 and not is_idle and (learning is None or learning.may_draft(len(sequences))):
             mosts = [self._most(sequence, budget) for sequence in sequences]
             counts = mosts if learning is None else learning.choose(sequences, mosts)
         if any(counts) or any(sequence.unsettled for sequence in sequences):

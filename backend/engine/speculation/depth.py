@@ -23,6 +23,9 @@ from tridecode.backend.engine.speculation.step_times import StepTimes
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
 #: share by which a chance moves back to its initial value in a step without planned drafts
 _RECOVERY = 1 / 4096
+#: share by which the chance of one sequence moves back to that of all sequences in a step in which it could
+#: have planned drafts and gets none
+_OWN_RECOVERY = 1 / 64
 #: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
 _LEAST_GAIN = 1.03
 #: a chance at most this high: a draft behind many accepted ones is never certain
@@ -139,6 +142,12 @@ class DepthPolicy:
         drafts, so that drafts that were not worth their time are tried again after some thousand steps."""
         kind = DraftRecord(source=source).kind
         self._shared[kind] += _RECOVERY * (FIRST_CHANCES[kind] - self._shared[kind])
+
+    def rest(self, record: DraftRecord) -> None:
+        """Move the chance of a sequence towards that of all sequences, in a step in which it could have
+        planned drafts and gets none: the drafter may be right for the text that follows."""
+        if record.chance >= 0:
+            record.chance += _OWN_RECOVERY * (self._shared[record.kind] - record.chance)
 
     def least_match(self, source: int) -> int:
         """Return the length from which the drafts of a match are right at least as often as those of a

@@ -39,6 +39,8 @@ class Learning:
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     _idle_steps: int = 0
+    #: whether a row of the newest result with a search has found a match
+    _has_match: bool = False
 
     @property
     def least_match(self) -> int:
@@ -48,6 +50,14 @@ class Learning:
     def may_draft(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
         return self.policy.may_widen(rows)
+
+    def finds_nothing(self, sequences: list[Sequence]) -> bool:
+        """Return whether the search is the only drafter and found no match for any row, so that the limits of
+        each row need not be computed. A row that is not in the newest result then gets its drafts one step
+        later."""
+        if self.planned or self.host is not None or self._has_match:
+            return False
+        return all(one.constraint is None for one in sequences)
 
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
@@ -87,8 +97,12 @@ class Learning:
     def plan_ahead(self, sequences: list[Sequence], mosts: list[int], may: bool) -> list[int]:
         """Return how many drafts per row the planned drafter computes after a step, for the next step.
         mosts: as for `choose`, for the next step. may: whether the next step may have drafts."""
-        self._records(sequences)
+        records = self._records(sequences)
         counts = self.promises(sequences, mosts) if may else [0] * len(mosts)
+        if may:
+            for record, count in zip(records, counts):
+                if record is not None and not count:
+                    self.policy.rest(record.planned or record)
         if any(counts):
             self._idle_steps = 0
             return counts
@@ -144,6 +158,9 @@ class Learning:
 
     def _take_found(self, plan: StepPlan, rows: np.ndarray, found: np.ndarray) -> None:
         """Take what a search has found for rows of a plan. found: (n, 3) int32."""
+        had_match, self._has_match = self._has_match, bool(found[:, 0].any())
+        if not (had_match or self._has_match):
+            return
         may_draft = self.may_draft(plan.num_decodes)
         for row, (matched, source, agreed) in zip(rows.tolist(), found.tolist()):
             record = plan.sequences[row].draft_record
