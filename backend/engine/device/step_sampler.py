@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -126,13 +124,13 @@ class StepSampler:
         """Start the copies of the step's (R,) tokens and log probabilities to the host and, of a step that
         verifies, of the (num_decodes,) accepted counts; return them."""
         count, ranks, turn = plan.num_samples, self._ranks, self._results[plan.step % len(self._results)]
-        accepted = turn.accepted[: plan.num_decodes] if plan.queries else None
-        if ranks.is_pipelined:
-            tokens, log_probs = self._fetch_from_last(plan, turn)
-            return tokens, log_probs, self._fetch_accepted(plan, turn)
         tokens, log_probs = turn.tokens[:count], turn.log_probs[:count]
+        accepted = turn.accepted[: plan.num_decodes] if plan.queries else None
         if not count:
             return tokens, log_probs, accepted
+        if ranks.is_pipelined:  # the plans have all ids and lengths
+            fetched = self._from_last(self.tokens, tokens), self._from_last(self._log_probs, log_probs)
+            return *fetched, None if accepted is None else self._from_last(self.accepted, accepted)
         if ranks.num_stages > 1:
             self._share(plan)
         rows = len(self.tokens)
@@ -153,26 +151,13 @@ class StepSampler:
             if not self._state.is_last_stage:
                 self._store_accepted(plan, accepted)
 
-    def _fetch_from_last(self, plan: StepPlan, turn: _HostResult) -> tuple[Tensor, Tensor]:
-        """`fetch` of tokens and log probabilities where the stages of a pipeline overlap."""
-        count = plan.num_samples
-        if not count:
-            return turn.tokens[:0], turn.log_probs[:0]
-        fetch = partial(to_first, self._ranks, shape=(count,), device=self._device)
-        return (
-            fetch(self.tokens[:count], dtype=torch.int32, host=turn.tokens[:count]),
-            fetch(self._log_probs[:count], dtype=torch.float32, host=turn.log_probs[:count]),
-        )
-
-    def _fetch_accepted(self, plan: StepPlan, turn: _HostResult) -> Tensor | None:
-        """`fetch` of the accepted counts, where the plans have all ids and lengths."""
-        count = plan.num_decodes
-        if not plan.queries:
-            return None
-        host = turn.accepted[:count]
-        if not count:
+    def _from_last(self, values: Tensor, host: Tensor) -> Tensor:
+        """Start the copy of the first values of the last stage to `host`, where the stages of a pipeline
+        overlap.
+        """
+        if not len(host):
             return host
-        return to_first(self._ranks, self.accepted[:count], (count,), torch.int32, self._device, host)
+        return to_first(self._ranks, values[: len(host)], host.shape, host.dtype, self._device, host)
 
     def _store_accepted(self, plan: StepPlan, accepted: Tensor) -> None:
         """Write last_tokens and lengths of a step that verifies on a stage that does not sample."""

@@ -55,7 +55,9 @@ class SequentialDrafter(DeviceDrafter):
     ):
         config, device = state.config, state.device
         self._state, self._sampler, self._hidden = state, sampler, hidden
-        self._step_ids = step_ids
+        self._captures = step_ids is not None
+        #: until the first step, one id, which empty rows read
+        self._step_ids = torch.zeros(1, dtype=torch.int32, device=device) if step_ids is None else step_ids
         self._draws = DraftDraws(state)
         #: what Ops.place_rows reads of the newest two tokens
         self._newest = replace(self._draws.sampling, drafts=state.sampling.drafts.clone())
@@ -98,7 +100,7 @@ class SequentialDrafter(DeviceDrafter):
         if part is None:
             return None
         plan, rows = step.plan, part.rows
-        if self._step_ids is None or not self._graphs:
+        if not self._graphs:
             self._step_ids = step.batch.token_ids
         assert self._step_ids.data_ptr() == step.batch.token_ids.data_ptr()
         slots, masked = plan.slots[rows], plan.slots[part.masked]
@@ -113,7 +115,7 @@ class SequentialDrafter(DeviceDrafter):
         """Capture graphs of the first draft and of another one, for each padded number of rows, on a GPU
         whose steps run as graphs."""
         state = self._state
-        if self._step_ids is None:
+        if not self._captures:
             return
         capture = Capturer(self._draw, phase, lambda: torch.cuda.synchronize(state.device))
         sizes = [
@@ -131,8 +133,6 @@ class SequentialDrafter(DeviceDrafter):
 
     @torch.inference_mode()
     def rehearse(self, rows: int, drafts: int) -> None:
-        if self._step_ids is None:  # no step yet; empty rows read the first id
-            self._step_ids = torch.zeros(1, dtype=torch.int32, device=self._state.device)
         padded = self._padded(rows)
         self._send_empty(padded)
         self._run(padded, drafts)
@@ -161,7 +161,6 @@ class SequentialDrafter(DeviceDrafter):
         """Let Ops.place_rows place the newest two tokens of the rows of the inputs; may be captured."""
         state, own, given = self._state.sampling, self._newest, self._inputs.inputs.device
         where, known = given["where"][:rows], given["known"][:rows]
-        assert self._step_ids is not None
         self._draws.take(given["keeps"])
         before = given["before"][:rows] + self._sampler.counts.index_select(0, given["counted"][:rows])
         own.last_tokens.index_copy_(0, where, self._step_ids.index_select(0, before))
