@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -76,6 +78,30 @@ def drafting_engine(model: torch.nn.Module, speculation: str, **settings) -> Off
     """An engine whose rows get every draft, because no costs of steps are measured."""
     with mock.patch.object(preparation, "measured_costs", lambda engine, most_queries: None):
         return offline_engine(model, keep_logits=False, speculation=speculation, **settings)
+
+
+def run_in_flight(offline: OfflineEngine, depth: int, join: Callable[[], bool] = lambda: False) -> None:
+    """Run all requests to their ends with up to `depth` steps launched before the oldest is committed.
+
+    join: called before each plan; it may submit requests, and returns whether it will submit more.
+    """
+    pending: deque = deque()
+    more = join()
+    while offline.scheduler.has_work or pending or more:
+        plan = offline.scheduler.plan()
+        if plan is not None:
+            pending.append((plan, offline.engine.launch(plan)))
+        if pending and (plan is None or len(pending) >= depth):
+            oldest, step = pending.popleft()
+            offline._take(offline.scheduler.commit(oldest, step.wait()))
+        elif plan is None:
+            offline._take(offline.scheduler.take_events())
+        more = join()
+
+
+def run_ahead(offline: OfflineEngine) -> None:
+    """Run all requests to their ends; each step is launched before the one before it is committed."""
+    run_in_flight(offline, 2)
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backend.engine.offline_models import prompts_of
-from tests.backend.engine.test_pooling import run_ahead
+from tests.backend.engine.offline_models import prompts_of, run_ahead
 from tests.backend.engine.test_sessions_gpu import MODELS
 from tests.checkpoints import greedy, save
 from tests.merged_adapters import save_merged

@@ -3,7 +3,6 @@ the counts are known, gives the tokens of transformers and of one token a step."
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from tests.backend.engine import thread_ranks
 from tests.backend.engine.draft_source import ForcedDrafts
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of, run_in_flight
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, save
@@ -24,20 +23,6 @@ from tridecode.converters.convert import plan_conversion
 NEW = 18
 SIZES = dict(max_sequences=24, max_step_tokens=48, max_sequence_tokens=64)
 LENGTHS = [5, 11, 1, 8, 17]
-
-
-def run_in_flight(offline: OfflineEngine, depth: int) -> None:
-    """Step to the end with up to `depth` steps launched before the oldest is committed."""
-    pending: deque = deque()
-    while offline.scheduler.has_work or pending:
-        plan = offline.scheduler.plan()
-        if plan is not None:
-            pending.append((plan, offline.engine.launch(plan)))
-        if pending and (plan is None or len(pending) >= depth):
-            oldest, step = pending.popleft()
-            offline._take(offline.scheduler.commit(oldest, step.wait()))
-        elif plan is None:
-            offline._take(offline.scheduler.take_events())
 
 
 def answers_of(prompts: list[list[int]], done: list[Generation]) -> dict[tuple[int, ...], list[int]]:

@@ -15,8 +15,8 @@ from tests.backend.engine.offline_models import (
     offline_engine,
     prompts_of,
     rounding_bound,
+    run_ahead,
 )
-from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
 from tests.converters.sources.quantized_checkpoints import Case, fp8, save_quantized

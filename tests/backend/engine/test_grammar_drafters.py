@@ -13,7 +13,7 @@ import pytest
 from tests.backend.engine.draft_heads import trained_heads
 from tests.backend.engine.glide_layers import random_glide
 from tests.backend.engine.grammar_models import PADDED_VOCAB, constrained_engine, random_model, sampled
-from tests.backend.engine.test_draft_steps import run_in_flight
+from tests.backend.engine.offline_models import run_in_flight
 from tests.backend.engine.test_grammar_drafts import (
     PROMPT,
     SIZES,

@@ -20,7 +20,7 @@ from tests.backend.engine.grammar_models import (
     sampled,
     tokenizer_folder,
 )
-from tests.backend.engine.test_draft_steps import run_in_flight
+from tests.backend.engine.offline_models import run_in_flight
 from tests.backend.engine.test_grammars import REGEXES, SCHEMAS
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.checkpoints import TINY_VOCAB, save, tiny_tokenizer

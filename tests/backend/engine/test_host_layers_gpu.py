@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.backend.engine.offline_models import prompts_of, run_ahead
 from tests.backend.engine.test_host_layers import layered_of
 from tests.backend.engine.test_host_models import flush
 from tests.backend.engine.test_host_tier_gpu import SIZE, gpu_engine
-from tests.backend.engine.test_pooling import run_ahead
 from tests.backend.hf_models import llama
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.memory_file import create_file
@@ -149,11 +149,7 @@ def later(offline: OfflineEngine, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
 def test_answers_are_the_same_beside_their_copies(family: str, format: str, memory: int) -> None:
     model = FAMILIES[family]()
-    make = torch.Generator().manual_seed(3)
-    prompts = [
-        torch.randint(1, model.config.vocab_size, (length,), generator=make).tolist()
-        for length in (100, 70, 90, 33)
-    ]
+    prompts = prompts_of([100, 70, 90, 33], model.config.vocab_size)
     offline = gpu_engine(model, memory, 40, kv_cache_dtype=format, max_step_tokens=128)
     wanted = later(offline, prompts)
     assert later(offline, prompts) == wanted, "they wait for their blocks"

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backend.engine.offline_models import offline_engine, prompts_of
+from tests.backend.engine.offline_models import offline_engine, prompts_of, run_ahead
 from tests.backend.engine.test_host_models import assert_same, flush, tier_of
-from tests.backend.engine.test_pooling import run_ahead
 from tests.backend.engine.test_prefix_models import GREEDY
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.memory_file import create_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from tests.backend.engine.offline_models import (
     hf_greedy,
     offline_engine,
     prompts_of,
+    run_ahead,
 )
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.engine.toy_device import Run, limits
@@ -59,18 +59,6 @@ def watch_samples(offline: OfflineEngine) -> list[int]:
 
     offline.engine.launch = watched  # type: ignore[method-assign]
     return samples
-
-
-def run_ahead(offline: OfflineEngine) -> None:
-    """All requests to their ends; each step is planned before the one before it is committed."""
-    pending: deque = deque()
-    while offline.scheduler.has_work or pending:
-        plan = offline.scheduler.plan()
-        if plan is not None:
-            pending.append((plan, offline.engine.launch(plan)))
-        if pending and (plan is None or len(pending) == 2):
-            oldest, step = pending.popleft()
-            offline._take(offline.scheduler.commit(oldest, step.wait()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

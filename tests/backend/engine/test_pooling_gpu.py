@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
-from tests.backend.engine.test_pooling import GREEDY, LAST, LENGTHS, MEAN, NEW, run_ahead, wanted_of
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of, run_ahead
+from tests.backend.engine.test_pooling import GREEDY, LAST, LENGTHS, MEAN, NEW, wanted_of
 from tests.backend.engine.test_sessions_gpu import MODELS
 from tests.checkpoints import FAMILIES
 from tridecode.backend.engine.offline import OfflineEngine

@@ -15,7 +15,7 @@ import torch
 
 from tests.backend.engine import thread_ranks
 from tests.backend.engine.graph_stand_ins import add_graphs
-from tests.backend.engine.offline_models import fp32_bound, hf_greedy, prompts_of
+from tests.backend.engine.offline_models import fp32_bound, hf_greedy, prompts_of, run_in_flight
 from tests.backend.engine.test_pooling import LAST, MEAN, wanted_of
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.engine.offline import OfflineEngine
@@ -61,16 +61,14 @@ def join(offline: OfflineEngine, decoding: list[list[int]], joining: list[list[i
     step is planned before the one before it is committed."""
     steps = watch(offline)
     numbers = [offline.submit(prompt, SamplingParams(max_tokens=NEW)) for prompt in decoding]
-    waiting, pending = deque(zip(joining, WANTED)), deque()
-    while offline.scheduler.has_work or waiting or pending:
+    waiting = deque(zip(joining, WANTED))
+
+    def submit_next() -> bool:
         if waiting and len(steps) > 1:
             numbers.append(offline.submit(*waiting.popleft()))
-        plan = offline.scheduler.plan()
-        if plan is not None:
-            pending.append((plan, offline.engine.launch(plan)))
-        if pending and (plan is None or len(pending) == 2):
-            oldest, step = pending.popleft()
-            offline._take(offline.scheduler.commit(oldest, step.wait()))
+        return bool(waiting)
+
+    run_in_flight(offline, 2, submit_next)
     return [offline.generations[number] for number in numbers], steps
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.backend.engine.offline_models import drafting_engine, hf_greedy, prompts_of
+from tests.backend.engine.offline_models import drafting_engine, hf_greedy, prompts_of, run_in_flight
 from tests.backend.engine.test_draft_model import like
-from tests.backend.engine.test_draft_steps import run_in_flight
 from tests.backend.engine.test_lookup import LONGER, counted, learning_of
 from tests.backend.hf_models import gpt2, llama
 from tridecode.backend.engine.offline import OfflineEngine

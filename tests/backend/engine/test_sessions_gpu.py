@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, run_ahead
 from tests.backend.engine.test_session_models import COUNT, NEW, Talk, banded_greedy
 from tests.backend.hf_models import bloom, gpt2, llama
-from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -17,17 +16,6 @@ MODELS = {
     "bloom": lambda: bloom(head_size=64, heads=6, vocab=500),
     "llama": lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512),
 }
-
-
-def run_ahead(offline: OfflineEngine) -> None:
-    """Run all requests to their ends, one step ahead of the results."""
-    scheduler, pending = offline.scheduler, None
-    while scheduler.has_work or pending is not None:
-        plan = scheduler.plan()
-        launched = None if plan is None else (plan, offline.engine.launch(plan))
-        if pending is not None:
-            offline._take(scheduler.commit(pending[0], pending[1].wait()))
-        pending = launched
 
 
 # BLOOM refuses a ring: test_session_models.py

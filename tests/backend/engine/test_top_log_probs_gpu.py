@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of, run_ahead
 from tests.backend.engine.test_pooling import LAST, MEAN, wanted_of
-from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.offline import Generation, OfflineEngine
