@@ -157,7 +157,7 @@ def _tear(point: str, strike: Callable[[], None]) -> None:
             strike()
         if point == "copy-in" and part.ins:
             for _, block in part.ins:
-                store._layers[0][block] = 0
+                store._copies.tensors[0][block] = 0
             strike()
 
     _at(HostStore, "_copy", half)

@@ -52,6 +52,7 @@ OURS = {
     "keep_raw": SAMPLING,
     "norm_row": OTHER,
     "norm_row_any": OTHER,
+    "place_blocks": OTHER,
     "place_rows": OTHER,
     "prefill_attention": ATTENTION,
     "prefill_attention_any": ATTENTION,
