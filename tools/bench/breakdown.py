@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from tridecode.tools.bench.kernel_classes import CLASSES, OTHER, SAMPLING, class_of, plain_name
+from tridecode.tools.bench.kernel_classes import CLASSES, OTHER, class_of, plain_name
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Step
 
 _MOST_OTHERS = 8
+_LAST = "sample"  # the kernel that ends a step
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ def full_steps(steps: Sequence[Step], batch: int) -> tuple[int, int]:
 
 
 def split_steps(kernels: Sequence[Kernel], after: int, count: int) -> list[list[Kernel]]:
-    """Return the kernels of `count` consecutive steps, before the last `after` ones. A step ends with its
-    sampling.
+    """Return the kernels of `count` consecutive steps, before the last `after` ones. A step ends with the
+    kernel `sample`; other kernels of its sampling that follow are counted in the next step.
 
-    Raises ValueError if the timeline has fewer steps: every counted step samples once.
+    Raises ValueError if the timeline has fewer steps: every counted step runs `sample` once.
     """
-    ends = [number for number, kernel in enumerate(kernels) if class_of(kernel.name) == SAMPLING]
+    ends = [number for number, kernel in enumerate(kernels) if plain_name(kernel.name) == _LAST]
     last = len(ends) - after
     if count < 1 or last - count < 1:
-        raise ValueError(f"{len(ends)} sampling kernels in the timeline; wanted {count} steps before {after}")
+        raise ValueError(f"{len(ends)} `{_LAST}` kernels recorded; wanted {count} steps before {after}")
     marks = ends[last - count - 1 : last]
     return [list(kernels[first + 1 : end + 1]) for first, end in zip(marks, marks[1:])]
 

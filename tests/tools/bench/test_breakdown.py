@@ -12,6 +12,7 @@ from tridecode.tools.bench.measure import Step
 
 SPACE = "void tridecode::(anonymous namespace)::"
 SAMPLE = f"{SPACE}sample(tridecode_sample_task)"
+KEEP, LOG_PROBS = f"{SPACE}keep_raw(tridecode_raw_task)", f"{SPACE}top_log_probs(tridecode_top_task)"
 GEMV = f"{SPACE}gemv<__half, 4>(tridecode_gemv_task)"
 SUM = f"{SPACE}all_reduce_rows<float, 1, 2>(tridecode::peers::Rows)"
 
@@ -68,9 +69,10 @@ def test_steps_are_those_in_which_all_sequences_decode() -> None:
     assert full_steps(steps[:2], 2) == (2, 0)
 
 
-def test_a_timeline_is_cut_behind_each_sampling() -> None:
-    kernels = [Kernel(name, at, at + 1) for at, name in enumerate([GEMV, SAMPLE, GEMV, SUM, SAMPLE] * 2)]
+def test_a_timeline_is_cut_behind_each_draw() -> None:
+    names = [KEEP, GEMV, SAMPLE, KEEP, GEMV, SUM, SAMPLE, LOG_PROBS]
+    kernels = [Kernel(name, at, at + 1) for at, name in enumerate(names * 2)]
     steps = split_steps(kernels, after=1, count=2)
-    assert [[kernel.start for kernel in one] for one in steps] == [[2, 3, 4], [5, 6]]
-    with pytest.raises(ValueError, match="4 sampling kernels in the timeline; wanted 4 steps before 0"):
+    assert [[kernel.start for kernel in one] for one in steps] == [[3, 4, 5, 6], [7, 8, 9, 10]]
+    with pytest.raises(ValueError, match="4 `sample` kernels recorded; wanted 4 steps before 0"):
         split_steps(kernels, after=0, count=4)
