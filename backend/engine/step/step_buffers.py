@@ -6,7 +6,7 @@ from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,29 @@ class _Layout:
             "token_slots": rows,
             "block_tables": rows * columns,
         }
+        self.rows = rows
         self.views: dict[str, tuple[int, int]] = {}
         offset = 0
         for name, size in sizes.items():
             self.views[name] = (offset, offset + size)
             offset += -(-size // _ALIGN) * _ALIGN
         self.total = offset
+
+    def arrays(self, words: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays in a host buffer."""
+        found = {name: words[start:stop] for name, (start, stop) in self.views.items()}
+        found["block_tables"] = found["block_tables"].reshape(self.rows, -1)
+        return found
+
+
+@dataclass
+class _Padded:
+    """The views of a padded size, made once: slicing takes as long as filling. host: of each host buffer.
+    batches: by host buffer on a CPU, one on a GPU."""
+
+    layout: _Layout
+    host: list[dict[str, np.ndarray]]
+    batches: dict[int, Batch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,10 +83,10 @@ class StepBuffers:
         pinned = device.type == "cuda"
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
+        self._words = [host.numpy() for host in self._host]
+        self._padded: dict[tuple[Any, ...], _Padded] = {}
         self._turn = 0
         self.latest: Batch  # the newest batch
-        #: token_ids, positions, kv_slots and context_lens of the newest batch: what Ops.place_rows writes
-        self.placed: torch.Tensor
 
     @property
     def words(self) -> torch.Tensor | None:
@@ -84,13 +101,11 @@ class StepBuffers:
     def load(self, plan: StepPlan) -> Batch:
         """Load the plan without padding, for a step that is launched operation by operation."""
         layout = _Layout(plan.num_tokens, plan.num_rows, plan.num_samples, plan.block_tables.shape[1])
-        packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
+        self._fill(layout, layout.arrays(self._next_words()), plan)
         decodes = plan.num_decodes
         queries = np.diff(plan.query_starts[decodes:])
-        return self._batch(
+        self.latest = self._batch(
             layout,
-            packed,
-            plan.num_rows,
             num_decodes=decodes,
             max_query=int(queries.max(initial=0)),
             max_context=max(int(plan.context_lens.max()), 1),
@@ -98,32 +113,26 @@ class StepBuffers:
             queries=plan.queries,
             decode_tokens=int(plan.query_starts[decodes]),
         )
+        return self.latest
 
     def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
         """Load a plan of decode rows of one token, padded to `rows`.
 
         All plans of a size share the addresses.
         """
-        layout = _Layout(rows, rows, rows, self.max_columns)
-        packed = self._fill(layout, plan, rows, rows)
-        return self._batch(
-            layout, packed, rows, num_decodes=rows, max_query=0, max_context=max_context, fresh=False
-        )
+        return self._load(plan, rows, rows, rows, num_decodes=rows, max_context=max_context)
 
     def load_rows(self, plan: StepPlan, rows: int, queries: int, max_context: int) -> Batch:
         """Load a plan of decode rows of up to `queries` tokens that verifies, padded to rows * queries tokens
         of `rows` rows. All plans of a size share the addresses."""
         tokens = rows * queries
-        layout = _Layout(tokens, rows, tokens, self.max_columns)
-        packed = self._fill(layout, plan, tokens, rows)
-        return self._batch(
-            layout,
-            packed,
+        return self._load(
+            plan,
+            tokens,
             rows,
+            tokens,
             num_decodes=rows,
-            max_query=0,
             max_context=max_context,
-            fresh=False,
             queries=queries,
             decode_tokens=tokens,
         )
@@ -136,11 +145,10 @@ class StepBuffers:
         fresh: whether the prompts of all plans of the shape have no cached tokens (Batch.fresh_prompts).
         """
         tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
-        layout = _Layout(tokens, rows, rows, self.max_columns)
-        packed = self._fill(layout, _spread(plan, shape.decodes), tokens, rows)
-        return self._batch(
-            layout,
-            packed,
+        return self._load(
+            _spread(plan, shape.decodes),
+            tokens,
+            rows,
             rows,
             num_decodes=shape.decodes,
             max_query=shape.tokens,
@@ -148,55 +156,66 @@ class StepBuffers:
             fresh=fresh,
         )
 
-    def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
-        """Write the plan into the next host buffer and start its copy. Padded rows read and write nothing."""
-        host = self._host[self._turn]
+    def _load(self, plan: StepPlan, tokens: int, rows: int, samples: int, **fields: Any) -> Batch:
+        """Load a plan, padded to a size. fields: arguments of `_batch`."""
+        key = (tokens, rows, samples, *fields.items())
+        padded = self._padded.get(key)
+        if padded is None:
+            layout = _Layout(tokens, rows, samples, self.max_columns)
+            padded = self._padded[key] = _Padded(layout, [layout.arrays(words) for words in self._words])
+        self._next_words()
+        self._fill(padded.layout, padded.host[self._turn], plan)
+        place = self._turn if self._device is None else 0
+        batch = padded.batches.get(place)
+        if batch is None:
+            batch = padded.batches[place] = self._batch(padded.layout, **fields)
+        batch.memo.clear()  # what an operation noted of the plan before
+        self.latest = batch
+        return batch
+
+    def _next_words(self) -> np.ndarray:
+        """Take the next host buffer."""
         self._turn = (self._turn + 1) % len(self._host)
-        words = host.numpy()
+        return self._words[self._turn]
 
-        def put(name: str, values: np.ndarray, padding: int) -> None:
-            start, stop = layout.views[name]
-            words[start : start + len(values)] = values
-            words[start + len(values) : stop] = padding
-
-        put("token_ids", plan.token_ids, 0)
-        put("positions", plan.positions, 0)
-        put("kv_slots", plan.kv_slots, -1)
-        put("context_lens", plan.context_lens, 0)
-        put("query_starts", plan.query_starts, int(plan.query_starts[-1]))
+    def _fill(self, layout: _Layout, arrays: dict[str, np.ndarray], plan: StepPlan) -> None:
+        """Write the plan into the newest host buffer and start its copy. Padded rows read and write
+        nothing."""
+        _put(arrays["token_ids"], plan.token_ids, 0)
+        _put(arrays["positions"], plan.positions, 0)
+        _put(arrays["kv_slots"], plan.kv_slots, -1)
+        _put(arrays["context_lens"], plan.context_lens, 0)
+        _put(arrays["query_starts"], plan.query_starts, plan.query_starts[-1])
         sample_tokens, sample_slots = _samples(plan)
-        put("sample_tokens", sample_tokens, 0)
+        _put(arrays["sample_tokens"], sample_tokens, 0)
         if plan.late:
             sample_slots = sample_slots.copy()
             sample_slots[plan.late] = -1  # a decode row with a late mask has one sample, as all before it
-        put("sample_slots", sample_slots, -1)
-        put("token_slots", plan.slots, -1)
-        start, stop = layout.views["block_tables"]
-        tables = words[start:stop].reshape(rows, -1)
+        _put(arrays["sample_slots"], sample_slots, -1)
+        _put(arrays["token_slots"], plan.slots, -1)
+        tables = arrays["block_tables"]
         tables[: plan.num_rows, : plan.block_tables.shape[1]] = plan.block_tables
         tables[plan.num_rows :] = 0
-        if self._device is None:
-            return host
-        self._device[: layout.total].copy_(host[: layout.total], non_blocking=True)
-        return self._device
+        if self._device is not None:
+            host = self._host[self._turn]
+            self._device[: layout.total].copy_(host[: layout.total], non_blocking=True)
 
     def _batch(
         self,
         layout: _Layout,
-        packed: torch.Tensor,
-        rows: int,
         *,
         num_decodes: int,
-        max_query: int,
         max_context: int,
-        fresh: bool,
+        max_query: int = 0,
+        fresh: bool = False,
         queries: int = 0,
         decode_tokens: int = -1,
     ) -> Batch:
-        self.placed = packed[: layout.views["context_lens"][1]]
+        """Return a batch of views of the newest buffer."""
+        packed = self._host[self._turn] if self._device is None else self._device
         views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
-        views["block_tables"] = views["block_tables"].view(rows, -1)
-        self.latest = Batch(
+        views["block_tables"] = views["block_tables"].view(layout.rows, -1)
+        return Batch(
             **views,
             num_decodes=num_decodes,
             max_query=max_query,
@@ -206,12 +225,20 @@ class StepBuffers:
             decode_tokens=decode_tokens,
             verifies=queries > 0,
         )
-        return self.latest
+
+
+def _put(array: np.ndarray, values: np.ndarray, padding: int) -> None:
+    count = len(values)
+    array[:count] = values
+    if count < len(array):
+        array[count:] = padding
 
 
 def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Return (R,) the index of each token that is sampled from, and (R,) its slot."""
     counts, last = plan.samples, plan.query_starts[1:] - 1
+    if plan.queries and plan.num_decodes == plan.num_rows:  # each token of a decode row
+        return np.arange(plan.num_tokens), np.repeat(plan.slots, counts)
     if counts.max() > 1:
         ends = np.cumsum(counts)
         behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # distance to the row's last token
