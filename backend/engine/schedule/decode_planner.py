@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.drafts import Drafter, DraftPlanner
-from tridecode.backend.engine.schedule.rows import Rows, adapters_of, slot_start, top_log_probs_of
+from tridecode.backend.engine.schedule.rows import (
+    DecodeBatch,
+    Rows,
+    adapters_of,
+    slot_start,
+    top_log_probs_of,
+)
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage
 from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.step.plan import SlotStart
-
-
-@dataclass
-class _Batch:
-    """The decoding sequences as arrays, while they are the same from step to step.
-
-    slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
-    rotary table. rings: (B,) int32, see CacheManager; None if none has one. adapters, top_log_probs: as in
-    Rows. query_starts, samples: as in StepPlan, one token a row. steps_left: until the last token of one of
-    them is in flight. masked: those with a constraint.
-    """
-
-    slots: np.ndarray
-    positions: np.ndarray
-    shifts: np.ndarray
-    rings: np.ndarray | None
-    adapters: np.ndarray
-    top_log_probs: np.ndarray
-    query_starts: np.ndarray
-    samples: np.ndarray
-    steps_left: int
-    masked: list[Sequence]
 
 
 class DecodePlanner:
@@ -54,7 +36,8 @@ class DecodePlanner:
         self._drained: list[Sequence] = []  # draining, and still with the slot that the plan before needed
         self.without_slot: set[Sequence] = set()  # draining, their slots given back
         self._unstarted: list[Sequence] = []  # forks whose sampling state the next plan starts
-        self._batch: _Batch | None = None  # of `decoding`; None: to be rebuilt
+        self._batch: DecodeBatch | None = None  # of `decoding`; None: to be rebuilt
+        self._moved = False  # whether its positions are to be read again
         self._last_lengths = np.zeros(limits.max_sequences, np.int32)  # by slot: the last token is in flight
         self.drafts: DraftPlanner | None = None  # of an engine with a drafter
 
@@ -215,7 +198,7 @@ class DecodePlanner:
         """Note that a row of `planned` tokens of a step that verifies keeps the first `accepted`."""
         if self.drafts is not None:
             self.drafts.settle(sequence, planned, accepted)
-            self._batch = None
+            self._moved = True
 
     @property
     def _waits(self) -> bool:
@@ -225,16 +208,24 @@ class DecodePlanner:
     def _set_decoding(self, decoding: list[Sequence]) -> None:
         self.decoding, self._batch = decoding, None
 
-    def _current(self) -> _Batch:
-        if self._batch is None:
-            self._batch = self._batch_of(self.decoding)
-        return self._batch
+    def _current(self) -> DecodeBatch:
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = self._batch_of(self.decoding)
+        elif self._moved:
+            batch.positions = self._cache.lengths[batch.slots]
+            batch.steps_left = self._steps_left(batch.slots, batch.positions)
+        self._moved = False
+        return batch
 
-    def _batch_of(self, sequences: list[Sequence]) -> _Batch:
+    def _steps_left(self, slots: np.ndarray, positions: np.ndarray) -> int:
+        left = self._last_lengths[slots] - positions
+        return int(left.min(initial=self._limits.max_sequence_tokens))
+
+    def _batch_of(self, sequences: list[Sequence]) -> DecodeBatch:
         cache, slots = self._cache, np.array([sequence.slot for sequence in sequences], np.int32)
         positions, rings = cache.lengths[slots], cache.rings[slots]
-        left = (self._last_lengths[slots] - positions).min(initial=self._limits.max_sequence_tokens)
-        return _Batch(
+        return DecodeBatch(
             slots,
             positions,
             cache.shifts[slots],
@@ -243,7 +234,7 @@ class DecodePlanner:
             top_log_probs_of(sequences),
             np.arange(len(sequences) + 1, dtype=np.int32),
             np.ones(len(sequences), np.int32),
-            int(left),
+            self._steps_left(slots, positions),
             [one for one in sequences if one.constraint is not None],
         )
 
@@ -259,7 +250,7 @@ class DecodePlanner:
             token_ids[query_starts[sequences.index(sequence)]] = sequence.output[-1]
         return [slot_start(sequence) for sequence in forks]
 
-    def _advance(self, sequences: list[Sequence], batch: _Batch) -> None:
+    def _advance(self, sequences: list[Sequence], batch: DecodeBatch) -> None:
         """Count one more token in flight for each row.
 
         One whose last token is in flight is not planned again; one with a constraint, or any of them with
@@ -288,7 +279,7 @@ class DecodePlanner:
         self,
         drafts: DraftPlanner,
         sequences: list[Sequence],
-        batch: _Batch,
+        batch: DecodeBatch,
         counts: list[int],
         budget: int,
     ) -> Rows:
@@ -326,7 +317,9 @@ class DecodePlanner:
                 self._await(sequence, length)
             else:
                 goes_on.append(sequence)
-        self._set_decoding(goes_on + rest)
+        if len(goes_on) < len(sequences):
+            self._set_decoding(goes_on + rest)
+        self._moved = True
 
     def _await(self, sequence: Sequence, length: int) -> None:
         """Do not plan the sequence, with `length` tokens in the cache, before its tokens are known."""

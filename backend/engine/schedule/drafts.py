@@ -135,39 +135,39 @@ class DraftPlanner:
     def rows(self, sequences: list[Sequence], counts: list[int], budget: int) -> DraftRows:
         """Return the rows of the sequences that decode, one token each and drafts; advance the lengths in the
         cache and the tokens in flight. counts: drafts of each row at most. budget: of all rows together."""
-        cache, ids, totals, lens = self._cache, [], [], []
-        places: list[np.ndarray] = []
+        cache, ids, lengths, totals, is_known = self._cache, list[int](), [], [], []
         for sequence, most in zip(sequences, counts):
-            slot = sequence.slot
-            length, is_known = cache.lengths.item(slot), sequence.unsettled == 0
+            length = cache.lengths.item(sequence.slot)
             most = min(most, budget)
-            row = self._ids(sequence, min(most, self._room(sequence, length, most)) if most > 0 else 0)
-            count = len(row)
+            before = len(ids)
+            ids += self._ids(sequence, min(most, self._room(sequence, length, most)) if most > 0 else 0)
+            count = len(ids) - before
             budget -= count - 1
-            place = np.arange(length, length + count, dtype=np.int32)
-            ids.append(row)
+            lengths.append(length)
             totals.append(count)
-            places.append(place if is_known else np.full(count, -1, np.int32))
-            lens.append(min(length + count, cache.rings.item(slot)) if is_known else -1)
-            cache.lengths[slot] = length + count
+            is_known.append(sequence.unsettled == 0)
+            cache.lengths[sequence.slot] = length + count
             sequence.in_flight += count
-        starts = np.concatenate([[0], np.cumsum(totals)]).astype(np.int32)
-        owner = np.repeat(np.arange(len(sequences)), totals)
-        slots = np.array([sequence.slot for sequence in sequences], np.int32)[owner]
-        place = np.concatenate(places)
-        shifts = cache.shifts[slots]
-        kv_slots = np.where(place < 0, -1, cache.addresses(slots, np.maximum(place, 0) % cache.rings[slots]))
-        context_lens = np.array(lens, np.int32)
-        verifies = len(place) > len(sequences) or bool((context_lens < 0).any())
-        for sequence, count in zip(sequences, totals):
             sequence.unsettled += count > 1
+        slots = np.array([sequence.slot for sequence in sequences], np.int32)
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(totals, out=starts[1:])
+        owner = np.repeat(np.arange(len(slots)), totals)
+        positions, slots = cache.shifts[slots][owner], slots[owner]
+        kv_slots, context_lens = np.full(len(ids), -1, np.int32), np.full(len(totals), -1, np.int32)
+        if any(is_known):
+            known = np.array(is_known)
+            of_known = known[owner]
+            first = np.array(lengths, np.int32) - starts[:-1]
+            place = (np.arange(len(ids), dtype=np.int32) + first[owner])[of_known]
+            positions[of_known] += place
+            mine = slots[of_known]
+            kv_slots[of_known] = cache.addresses(mine, place % cache.rings[mine])
+            ends = cache.lengths[slots[starts[:-1]]]
+            context_lens[known] = np.minimum(ends, cache.rings[slots[starts[:-1]]])[known]
+        verifies = len(ids) > len(totals) or not all(is_known)
         return DraftRows(
-            np.concatenate(ids),
-            np.where(place < 0, shifts, place + shifts).astype(np.int32),
-            kv_slots.astype(np.int32),
-            starts,
-            context_lens,
-            max(totals) if verifies else 0,
+            np.array(ids, np.int32), positions, kv_slots, starts, context_lens, max(totals) if verifies else 0
         )
 
     def plan_ahead(self, plan: StepPlan, prompts_follow: bool = False) -> None:
@@ -185,12 +185,13 @@ class DraftPlanner:
         if rows and not self._limits.long_prompt_tokens:
             sequences = [plan.sequences[row] for row in rows]
             counts = self._counts_ahead(learning, plan, rows, sequences, not prompts_follow)
-            count = max(1, *counts)
+            count, may_keep = max(1, *counts), learning.keeps_cache and not has_prompts
             for row, sequence, most in zip(rows, sequences, counts):
+                if not (most > 0 or (may_keep and self._keeps(learning, sequence))):
+                    continue
                 tokens, record = cache.lengths.item(sequence.slot) + count, sequence.draft_record
-                wants = most > 0 or (not has_prompts and self._keeps(learning, sequence))
                 is_short = tokens <= self._limits.max_sequence_tokens
-                if wants and is_short and cache.extend(sequence, tokens) >= tokens:
+                if is_short and cache.extend(sequence, tokens) >= tokens:
                     chosen.append(row)
                     columns = max(columns, -(-tokens // cache.block_tokens))
                     assert record is not None
@@ -223,29 +224,30 @@ class DraftPlanner:
         """Return how many drafts of each of these rows the drafter computes behind a step; let it read what
         it has missed before. may: whether the next step may verify drafts."""
         budget = self._limits.max_sequences - len(rows)
-        mosts = [self._most_ahead(learning, one, max(budget, 1)) for one in sequences]
-        may = may and budget > 0 and learning.may_draft(len(rows))
+        if not (may and budget > 0 and learning.may_draft(len(rows))):
+            return learning.plan_ahead(sequences, [0] * len(rows), False)
+        mosts = [self._most_ahead(learning, one, budget) for one in sequences]
         if self._reads is not None:
-            if may and plan.num_decodes == plan.num_rows:
+            if plan.num_decodes == plan.num_rows:
                 self._reads.plan(plan, rows, sequences, mosts, learning)
             mosts = [most if one.draft_gap == NO_GAP else 0 for one, most in zip(sequences, mosts)]
-        return learning.plan_ahead(sequences, mosts, may)
+        return learning.plan_ahead(sequences, mosts, True)
 
     def abandon(self, plan: StepPlan) -> None:
         """Note that a plan, which ran out of memory, has not run."""
         if self._reads is not None:
             self._reads.abandon(plan)
 
-    def _ids(self, sequence: Sequence, most: int) -> np.ndarray:
+    def _ids(self, sequence: Sequence, most: int) -> list[int]:
         """Return the row's token ids: the newest token, -1 while it is in flight, and up to `most` drafts."""
         newest = -1 if sequence.in_flight or self._limits.micro_batches == 1 else sequence.output[-1]
         if most <= 0:
-            return np.array([newest], np.int32)
+            return [newest]
         if sequence.constraint is not None:
-            return np.array([newest, *sequence.constraint.drafts[:most]], np.int32)
+            return [newest, *sequence.constraint.drafts[:most]]
         drafts = self._drafter.drafts(sequence, most)
         assert len(drafts) <= most, (len(drafts), most)
-        return np.concatenate([[newest], drafts]).astype(np.int32)
+        return [newest, *drafts.tolist()]
 
     def _room(self, sequence: Sequence, length: int, most: int) -> int:
         """Return the number of drafts, up to `most`, for which there are blocks behind the next token's."""

@@ -37,6 +37,28 @@ class Rows:
     late: list[int] = field(default_factory=list)
 
 
+@dataclass
+class DecodeBatch:
+    """The decoding sequences as arrays, while they are the same from step to step.
+
+    slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
+    rotary table. rings: (B,) int32, see CacheManager; None if none has one. adapters, top_log_probs: as in
+    Rows. query_starts, samples: as in StepPlan, one token a row. steps_left: until the last token of one of
+    them is in flight. masked: those with a constraint.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    shifts: np.ndarray
+    rings: np.ndarray | None
+    adapters: np.ndarray
+    top_log_probs: np.ndarray
+    query_starts: np.ndarray
+    samples: np.ndarray
+    steps_left: int
+    masked: list[Sequence]
+
+
 _JOINED = (
     "token_ids", "positions", "kv_slots", "slots", "context_lens", "samples", "adapters", "top_log_probs"
 )  # fmt: skip
