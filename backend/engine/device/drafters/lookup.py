@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
+from tridecode.backend.engine.device.drafters.row_inputs import RowInputs
 from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.parts.draft_sources import DraftSources, Entry
@@ -16,6 +19,21 @@ from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.query_graphs import ROWS
 from tridecode.backend.engine.step.results import empty_host, to_host
 from tridecode.kernels.draft_history import SEPARATOR, DraftHistory
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A decode step: slots and samples of its plan, whether it verifies, and its (n,) rows with drafts."""
+
+    slots: np.ndarray
+    samples: np.ndarray
+    verifies: bool
+    rows: np.ndarray
+
+    def has_rows_of(self, plan: StepPlan) -> bool:
+        """Return whether the rows of another decode step have the same table."""
+        is_equal = np.array_equal(plan.slots, self.slots) and np.array_equal(plan.samples, self.samples)
+        return is_equal and bool(plan.queries) == self.verifies
 
 
 class LookupDrafter(DeviceDrafter):
@@ -37,10 +55,11 @@ class LookupDrafter(DeviceDrafter):
         self._most = config.max_draft_tokens
         size = config.slots * (3 + self._most)
         self._host = [empty_host((size,), torch.int32, device) for _ in range(turns)]
+        self._inputs = RowInputs({"table": (3 * config.slots, np.int32)}, device, turns)
+        self._table = self._inputs.device["table"].view(-1, 3)
         self._drafts = np.zeros(config.slots, bool)  # by slot: whether its rows have drafts
         self._masked = np.zeros(config.slots, bool)  # whether it obeys a grammar: the host needs the drafts
-        #: slots of the newest step, if it was a plain decode step, its rows with drafts, and their table
-        self._newest: tuple[np.ndarray, np.ndarray, Tensor] | None = None
+        self._newest: _Searched | None = None  # the decode step whose table the device has
         self._next = self._used = 0  # place of the ring that is written next; written places
 
     @torch.inference_mode()
@@ -77,21 +96,23 @@ class LookupDrafter(DeviceDrafter):
         """Return the (n,) rows of a plan that have drafts, and Ops.look_up's table of them. Most steps have
         the rows of the step before: with a small model, making and copying the table takes longer than
         searching."""
-        is_plain = not plan.queries and plan.num_decodes == plan.num_rows
-        if is_plain and self._newest is not None and np.array_equal(plan.slots, self._newest[0]):
-            return self._newest[1:]
-        ends = np.cumsum(plan.samples)
+        is_decode = plan.num_decodes == plan.num_rows
+        if is_decode and self._newest is not None and self._newest.has_rows_of(plan):
+            return self._newest.rows, self._table[: len(self._newest.rows)]
         is_mine = (plan.samples > 0) & (plan.slots >= 0)
         is_mine[is_mine] = self._drafts[plan.slots[is_mine]]
         rows = np.flatnonzero(is_mine)
+        self._newest = None
         if not len(rows):
-            return rows, self.found[:0]
-        counted = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else np.full(len(rows), -1)
-        firsts = (ends - plan.samples)[rows]
-        packed = np.stack([plan.slots[rows], firsts, counted], 1).astype(np.int32)
-        table = _on_device(torch.from_numpy(packed), self._device)
-        self._newest = (plan.slots.copy(), rows, table) if is_plain else None
-        return rows, table
+            return rows, self._table[:0]
+        table = self._inputs.next()["table"][: 3 * len(rows)].reshape(-1, 3)
+        table[:, 0] = plan.slots[rows]
+        table[:, 1] = (np.cumsum(plan.samples) - plan.samples)[rows]
+        table[:, 2] = np.where(rows < plan.num_decodes, rows, -1) if plan.queries else -1
+        self._inputs.send("table", table.size)
+        if is_decode:
+            self._newest = _Searched(plan.slots.copy(), plan.samples.copy(), bool(plan.queries), rows)
+        return rows, self._table[: len(rows)]
 
     def to_host(self, step: SampledStep, rows: np.ndarray) -> Found:
         """Start the copy of what `propose` returns. rows: of the newest search."""
