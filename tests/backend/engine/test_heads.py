@@ -44,6 +44,19 @@ def test_answers_are_those_of_transformers_in_fewer_steps(make, depth: int) -> N
     assert index.num_available == index.num_blocks, "blocks leaked"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_the_heads_of_a_step_are_computed(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a library's layout of the weights, as on a GPU."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model, texts, _, trained = known(llama)
+    offline = drafting(model, trained, max_draft_tokens=depth)
+    assert offline.engine.drafter.weights.first_outs(depth)[1] == depth
+    done = generate(offline, PROMPTS, SamplingParams(max_tokens=NEW), depth)
+    assert [one.tokens for one in done] == [text.ids[text.prompt :].tolist() for text in texts]
+    learning = learning_of(offline)
+    assert learning.accepted["heads"] > 0.5 * learning.drafted["heads"] > 20
+
+
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_the_engine_takes_as_many_steps_as_the_figures_say(make) -> None:
     """torch computes the figures from transformers' hidden states; one sequence at a time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,15 @@ class HeadWeights:
             Norm(torch.ones(size, dtype=dtype, device=device), None, EPS),
             depth,
         )
+
+    def first_outs(self, count: int) -> tuple[Linear, int]:
+        """Return `outs` of the first `count` heads and the number of its heads, which is `depth` where the
+        weight has a library's layout (fp32 on a CPU)."""
+        weight = self.outs.dense
+        if weight.is_mkldnn:
+            return self.outs, self.depth
+        rows = count * (weight.shape[0] // self.depth)
+        return replace(self.outs, weight=weight[:rows]), count
 
 
 class HeadsDrafter(DeviceDrafter):
@@ -196,7 +205,7 @@ class HeadsDrafter(DeviceDrafter):
         """Write _drawn for the first `rows` rows of _states and _newest."""
         state, ops = self._state, self._state.ops
         padded, slots = self._padded(rows), self._inputs.device["slots"][:rows]
-        guesses = self._guesses(self._states[:padded], self._newest[:padded])
+        guesses = self._guesses(self._states[:padded], self._newest[:padded], count)
         step = self._heads_at_once(padded)
         for first in range(0, count, step):
             part = guesses[first : min(first + step, count)]
@@ -207,8 +216,9 @@ class HeadsDrafter(DeviceDrafter):
                 mine = logits[number * padded :][:rows]
                 self._drawn[first + number, :rows] = self._draws.draw(mine, slots)
 
-    def _guesses(self, z: Tensor, newest: Tensor) -> Tensor:
-        """Return z_j of all heads, (depth, n, C). z: (n, C) before the final norm. newest: (n,) int32."""
+    def _guesses(self, z: Tensor, newest: Tensor, count: int) -> Tensor:
+        """Return z_j of the first `count` heads or of all, (heads, n, C). z: (n, C) before the final norm.
+        newest: (n,) int32."""
         state, ops, weights = self._state, self._state.ops, self.weights
         model, (rows, size) = state.model, z.shape
         if model.final_norm is not None:
@@ -224,9 +234,10 @@ class HeadsDrafter(DeviceDrafter):
         ops.norm(z, weights.norm, out=inputs[0])
         inner = z.new_empty(rows, weights.inner.weight.shape[0])
         ops.linear(torch.cat(inputs, 1), weights.inner, activation="silu", out=inner)
-        added = z.new_empty(rows, weights.depth * size)
-        ops.linear(inner, weights.outs, residual=z.repeat(1, weights.depth), out=added)
-        return added.view(rows, weights.depth, size).transpose(0, 1)
+        outs, heads = weights.first_outs(count)
+        added = z.new_empty(rows, heads * size)
+        ops.linear(inner, outs, residual=z.repeat(1, heads), out=added)
+        return added.view(rows, heads, size).transpose(0, 1)
 
     def _padded(self, rows: int) -> int:
         return -(-rows // self._multiple) * self._multiple
