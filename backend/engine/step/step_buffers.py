@@ -169,7 +169,7 @@ class StepBuffers:
         batch = padded.batches.get(place)
         if batch is None:
             batch = padded.batches[place] = self._batch(padded.layout, **fields)
-        batch.memo.clear()  # what an operation noted of the plan before
+        batch.memo.clear()  # notes of operations about an earlier plan
         self.latest = batch
         return batch
 
