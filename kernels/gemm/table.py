@@ -4,7 +4,7 @@ out = epilogue(norm(x) @ weight^T), x (tokens, inputs), weight (outputs, inputs)
 and the launchers in csrc execute the plan; a launcher refuses a tile that it has no instance of. `python -m
 tridecode.kernels.explain` prints the choices. This module needs neither torch nor a GPU.
 
-    gemv                      1 or 2 tokens, CUDA cores, two weight rows per warp
+    gemv                      1 or 2 tokens (1 on 9.0), CUDA cores, two weight rows per warp
     gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory
     gemm_mma_tiles            up to 64 tokens, mma.sync and cp.async, split-K likewise; not on 9.0 and later
     gemm_sm90_data_parallel   1 to 16 tokens, TMA and wgmma, all inputs of a tile in one block
@@ -33,6 +33,7 @@ from tridecode.kernels.gemm.table_sm80 import (
     small_plan,
 )
 from tridecode.kernels.gemm.table_sm90 import (
+    MMA_TOKENS,
     data_parallel_plan,
     even_split_plan,
     fp8_library_tokens,
@@ -91,7 +92,7 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
 
 
 def _small(gemm: Gemm, device: Device) -> Plan | None:
-    if gemm.tokens > FUSED_NORM_TOKENS:
+    if gemm.tokens > (MMA_TOKENS if device.capability == 90 else FUSED_NORM_TOKENS):
         if device.capability == 90:
             return data_parallel_plan(gemm, device)
         return mma_tiles_plan(gemm, device) if device.capability < 90 else None

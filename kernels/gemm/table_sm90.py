@@ -30,6 +30,10 @@ ROUNDED_HEADS = (64, 128)
 #: quantisation / in the epilogue, 1, 8 and 64 tokens: 2560 / 2538, 2813 / 2726, 3797 / 3546; in tiles of 128
 #: tokens the epilogue took 15 to 20 us longer a layer
 ROUNDED_TOKENS = 64
+#: gemm_mma and gemv, which fuse a norm, compute up to this many tokens; more have a norm kernel and the
+#: kernels below. us of a step's CUDA graph on an H200, 2 tokens, gemm_mma / data-parallel: SmolLM2-135M, two
+#: rows 648 / 529, one row that verifies a draft 711 / 579; LLaMA-3.2-1B 919 / 912 and 1000 / 924
+MMA_TOKENS = 1
 #: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
 LARGE_WEIGHTS = 1 << 24
@@ -268,5 +272,5 @@ def data_parallel_plan(gemm: Gemm, device: Device) -> Plan | None:
 
     tile = min(reversed(DATA_PARALLEL_OUTPUTS), key=busiest)
     # 4 / 16 tokens: 4096 x 1024: 4.5 / 4.5, cuBLAS 5.8 / 5.8; 1024 x 4096: 7.4 / 7.9, cuBLAS 8.1 / 8.5
-    why = "3 to 16 tokens, a weight that cuBLAS does not spread over the device"
+    why = "2 to 16 tokens, a weight that cuBLAS does not spread over the device"
     return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=True)
