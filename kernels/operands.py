@@ -217,7 +217,9 @@ class DecoderLayer:
 
 
 class LinearOps(Protocol):
-    """The operation of `Ops` that computes one product."""
+    """The operations of `Ops` that compute one product."""
+
+    def add_normed(self, residual: Tensor, x: Tensor, norm: Norm | None) -> None: ...
 
     def linear(
         self,
@@ -233,7 +235,10 @@ class LinearOps(Protocol):
 
 @dataclass(frozen=True)
 class Product:
-    """The arguments of one `Ops.linear`."""
+    """The arguments of one `Ops.linear`.
+
+    stream: (rows, norm): first rows += norm(x), as `Ops.add_normed`; the product then reads these rows.
+    """
 
     x: Tensor
     linear: Linear
@@ -241,8 +246,12 @@ class Product:
     norm: Norm | None = None
     activation: str | None = None
     residual: Tensor | None = None
+    stream: tuple[Tensor, Norm] | None = None
 
     def compute(self, ops: LinearOps) -> None:
         """Compute `linear` of ops with these arguments."""
-        norm, activation, residual = self.norm, self.activation, self.residual
-        ops.linear(self.x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)
+        x, norm, activation, residual = self.x, self.norm, self.activation, self.residual
+        if self.stream is not None:
+            ops.add_normed(self.stream[0], x, self.stream[1])
+            x = self.stream[0]
+        ops.linear(x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)

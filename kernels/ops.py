@@ -165,7 +165,8 @@ class Ops(AdapterOps, TopOps, Protocol):
 
     def linears(self, products: Sequence[Product]) -> bool:
         """Compute `linear` of each, in this order, in one launch if this implementation has one that is
-        faster; else return False and change nothing. A linear may read the whole output of an earlier one.
+        faster; else return False and change nothing. A linear may read the whole output of an earlier one,
+        and may first add x to a residual stream (Product.stream).
         """
         ...
 

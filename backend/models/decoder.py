@@ -23,6 +23,8 @@ from tridecode.backend.models.layers import (
     add_over_ranks,
     attention,
     finish_layer,
+    finish_parallel_layer,
+    finish_sandwich_layer,
     make_heads,
 )
 from tridecode.backend.models.rope import rope_table
@@ -183,8 +185,7 @@ class Decoder:
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(norm(x)), then x += mlp(norm(x)), layer by layer."""
-        at_once = context.ranks.tensor_size == 1 and x.shape[0] <= context.ops.most_linears_rows
-        rows: Rows | None = self._first_rows(x)
+        at_once, rows = _at_once(context, x), self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
             if at_once and finish_layer(context, x, attended, layer, activation, self._following(i)):
@@ -204,13 +205,20 @@ class Decoder:
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer by layer."""
-        rows = self._first_rows(x)
-        for layer, heads, cache, next_norm in zip(self.layers, self.heads, caches, self._next_norms):
-            mlp = context.mlp(layer)
+        at_once, rows = _at_once(context, x), self._first_rows(x)
+        for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
-            of_mlp = rows if layer.mlp_norm is layer.attention_norm else Rows(x, layer.mlp_norm)
+            if at_once and finish_parallel_layer(context, x, attended, layer, activation, self._following(i)):
+                rows = None
+                continue
+            mlp = context.mlp(layer)
+            of_mlp = Rows(x, layer.mlp_norm)
+            if rows is not None and layer.mlp_norm is layer.attention_norm:
+                of_mlp = rows
             context.ops.linear(of_mlp.x, layer.up, norm=of_mlp.norm, activation=activation, out=mlp)
-            rows = add_linears(context, x, (attended, layer.dense), (mlp, layer.down), norm=next_norm)
+            rows = add_linears(
+                context, x, (attended, layer.dense), (mlp, layer.down), norm=self._next_norms[i]
+            )
 
     def post_norm(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer by layer."""
@@ -233,16 +241,20 @@ class Decoder:
 
         after: the outer norms of attention and MLP, per layer.
         """
-        rows = self._first_rows(x)
-        every = zip(self.layers, after, self.heads, caches, self._next_norms)
-        for layer, norms, heads, cache, next_norm in every:
-            mlp = context.mlp(layer)
+        at_once, rows = _at_once(context, x), self._first_rows(x)
+        for i, (layer, norms, heads, cache) in enumerate(zip(self.layers, after, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
-            rows = add_normed(context, x, (attended, layer.dense), norms[0], layer.mlp_norm)
-            context.ops.linear(rows.x, layer.up, norm=rows.norm, activation=activation, out=mlp)
-            rows = add_normed(context, x, (mlp, layer.down), norms[1], next_norm)
+            if at_once and finish_sandwich_layer(
+                context, x, attended, layer, activation, norms, self._following(i)
+            ):
+                rows = None
+                continue
+            mlp = context.mlp(layer)
+            of_mlp = add_normed(context, x, (attended, layer.dense), norms[0], layer.mlp_norm)
+            context.ops.linear(of_mlp.x, layer.up, norm=of_mlp.norm, activation=activation, out=mlp)
+            rows = add_normed(context, x, (mlp, layer.down), norms[1], self._next_norms[i])
 
-    def _first_rows(self, x: Tensor) -> Rows:
+    def _first_rows(self, x: Tensor) -> Rows | None:
         """Return the input of the first layer's attention; a stage may have no layer."""
         return Rows(x, self.layers[0].attention_norm if self.layers else None)
 
@@ -250,6 +262,11 @@ class Decoder:
     def _next_norms(self) -> list[Norm | None]:
         """Return, for each layer, the norm of the next layer's attention; None for the last."""
         return [*(layer.attention_norm for layer in self.layers[1:]), None]
+
+
+def _at_once(context: Context, x: Tensor) -> bool:
+    """Return whether the operations may compute several GEMMs of these rows in one launch."""
+    return context.ranks.tensor_size == 1 and x.shape[0] <= context.ops.most_linears_rows
 
 
 def seen_window(config: ModelConfig, layer: int, num_positions: int) -> int:

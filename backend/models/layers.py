@@ -93,10 +93,61 @@ def finish_layer(
         Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation),
         Product(mlp, layer.down, x, residual=x),
     ]
-    if following is not None:
-        qkv = context.parts("qkv", following.columns).whole
-        products.append(Product(x, following.qkv, qkv, norm=following.norm))
-    return context.ops.linears(products)
+    return context.ops.linears(products + _projection(context, x, following))
+
+
+def finish_parallel_layer(
+    context: Context,
+    x: Tensor,
+    attended: Tensor,
+    layer: DecoderLayer,
+    activation: str,
+    following: Following | None,
+) -> bool:
+    """Compute the rest of a layer whose attention and MLP read the same x, like finish_layer.
+
+    The MLP's first GEMM comes before the output projection: neither waits for the other.
+    """
+    mlp = context.mlp(layer)
+    products = [
+        Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation),
+        Product(attended, layer.dense, x, residual=x),
+        Product(mlp, layer.down, x, residual=x),
+    ]
+    return context.ops.linears(products + _projection(context, x, following))
+
+
+def finish_sandwich_layer(
+    context: Context,
+    x: Tensor,
+    attended: Tensor,
+    layer: DecoderLayer,
+    activation: str,
+    outer: tuple[Norm, Norm],
+    following: Following | None,
+) -> bool:
+    """Compute the rest of a layer with norms around attention and MLP, like finish_layer. outer: the norms of
+    their results. Returns False for the last layer.
+    """
+    if following is None:
+        return False
+    mlp, delta = context.mlp(layer), context.work.delta[: context.num_tokens]
+    products = [
+        Product(attended, layer.dense, delta),
+        Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, outer[0])),
+        Product(mlp, layer.down, delta),
+    ]
+    return context.ops.linears(products + _projection(context, delta, following, stream=(x, outer[1])))
+
+
+def _projection(
+    context: Context, x: Tensor, following: Following | None, stream: tuple[Tensor, Norm] | None = None
+) -> list[Product]:
+    """Return the QKV projection of the next layer, if there is one."""
+    if following is None:
+        return []
+    qkv = context.parts("qkv", following.columns).whole
+    return [Product(x, following.qkv, qkv, norm=following.norm, stream=stream)]
 
 
 def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:

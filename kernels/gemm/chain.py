@@ -1,4 +1,4 @@
-"""GEMMs of few tokens in one launch, each reading the result of the one before it, on compute capability 9.0.
+"""GEMMs of few tokens in one launch, which read each other's results, on compute capability 9.0.
 
 See product_chain_sm90a.cu.
 """
@@ -10,6 +10,7 @@ from ctypes import addressof
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
@@ -49,7 +50,8 @@ class Chain:
         if not operand or not self._takes(products, operand):
             return False
         most = self.most_tokens
-        if tokens > (chain_tokens(operand, products[0].out.shape[1]) if most is None else most):
+        outputs = min(product.out.shape[1] for product in products)
+        if tokens > (chain_tokens(operand, outputs) if most is None else most):
             return False
         for product in products:
             check_call("linears", _call(product))
@@ -73,15 +75,35 @@ class Chain:
     def _takes(self, products: Sequence[Product], operand: str) -> bool:
         """Return whether the chain kernel can compute all these GEMMs."""
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
-        if any(_differ(*pair) for pair in zip(products, products[1:])):
+        if not _ordered(products) or not self._takes_streams(products):
             return False
         results = sum(product.out.shape[1] for product in products)
         if _HEADER_BYTES + 4 * tokens * results > EXCHANGE_BYTES:
             return False
         code = self._gpu.library.operands[operand]
-        if self._gpu.library.product_chain_stages(inputs, tokens, code) < _LEAST_STAGES:
+        columns = max((product.x.shape[1] for product in products if product.stream is not None), default=0)
+        if self._gpu.library.product_chain_stages(inputs, columns, tokens, code) < _LEAST_STAGES:
             return False
         return all(self._takes_one(product, operand) for product in products)
+
+    def _takes_streams(self, products: Sequence[Product]) -> bool:
+        """Return whether no product adds to a stream, or two that the kernel supports: the second stores the
+        stream, which every block must have read before.
+        """
+        adding = [i for i, product in enumerate(products) if product.stream is not None]
+        if not adding:
+            return True
+        streams = [stream for product in products if (stream := product.stream) is not None]
+        rows, first = streams[0][0], products[adding[0]]
+        return (
+            len(adding) == 2
+            and adding[0] + 2 <= adding[1]
+            and first.linear.weight.shape[0] >= 16 * self._gpu.gemm_device.multiprocessors
+            and all(other.data_ptr() == rows.data_ptr() for other, _ in streams)
+            and all(products[i].x.shape == rows.shape for i in adding)
+            and all(norm.bias is None for _, norm in streams)
+            and all(norm.bias is None for i in adding if (norm := products[i].norm) is not None)
+        )
 
     def _takes_one(self, product: Product, operand: str) -> bool:
         x, norm, (rows, inputs) = product.x, product.norm, product.linear.weight.shape
@@ -89,9 +111,12 @@ class Chain:
             return False
         if inputs % 128 or rows % (32 if product.activation in FUSED_GATES else 16):
             return False
-        if norm is not None and inputs > 8 * _HELD * _THREADS // _rounded_up(x.shape[0]):
+        held = 8 * _HELD * _THREADS // _rounded_up(x.shape[0])
+        if (norm is not None or product.stream is not None) and inputs > held:
             return False
         used = [x, product.out, *(() if product.residual is None else (product.residual,))]
+        if product.stream is not None:
+            used.append(product.stream[0])
         return all(
             tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype == x.dtype
             for tensor in used
@@ -100,6 +125,7 @@ class Chain:
     def _step(self, product: Product) -> Any:
         """Return a tridecode_chain_step."""
         linear, norm = product.linear, product.norm
+        rows, outer = (None, None) if product.stream is None else product.stream
         return self._gpu.library.structures["tridecode_chain_step"](
             out=product.out.data_ptr(),
             x=product.x.data_ptr(),
@@ -108,6 +134,9 @@ class Chain:
             norm_weight=0 if norm is None else norm.weight.data_ptr(),
             norm_bias=0 if norm is None else pointer(norm.bias),
             norm_eps=0.0 if norm is None else norm.eps,
+            outer_weight=0 if outer is None else outer.weight.data_ptr(),
+            outer_eps=0.0 if outer is None else outer.eps,
+            stream=pointer(rows),
             inputs=linear.weight.shape[1],
             outputs=linear.weight.shape[0],
             activation=ACTIVATIONS[product.activation],
@@ -119,10 +148,26 @@ def _call(product: Product) -> Call:
     return Call(product.x, product.linear, product.out, product.norm, product.activation, product.residual)
 
 
-def _differ(product: Product, following: Product) -> bool:
-    """Return whether the second GEMM reads anything but the result of the first."""
-    x = following.x
-    return x.data_ptr() != product.out.data_ptr() or x.shape != product.out.shape
+def _ordered(products: Sequence[Product]) -> bool:
+    """Return whether each GEMM reads the result of the one before it.
+
+    The second may read earlier rows instead, if the third reads the result of the first and adds to that of
+    the second. The third then begins when both are finished, so its result may replace the rows that the
+    first has read.
+    """
+    follows = [_reads(after.x, before.out) for before, after in zip(products, products[1:])]
+    if follows and not follows[0] and len(products) > 2:
+        first, second, third = products[:3]
+        if second.x.data_ptr() == first.out.data_ptr() or second.residual is None:
+            return False
+        # the third waits for the second's words as well
+        also = third.residual is not None and _reads(third.residual, second.out)
+        return also and _reads(third.x, first.out) and all(follows[2:])
+    return all(follows)
+
+
+def _reads(x: Tensor, out: Tensor) -> bool:
+    return x.data_ptr() == out.data_ptr() and x.shape == out.shape
 
 
 def _rounded_up(tokens: int) -> int:

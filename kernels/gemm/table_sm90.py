@@ -37,6 +37,10 @@ MMA_TOKENS = 1
 #: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
 LARGE_WEIGHTS = 1 << 24
+#: and without a gate already from this many on, with more than two tokens: no launch between the GEMM and its
+#: neighbours then keeps weights from being prefetched. ms per step of Qwen2-7B (3584 x 3584, 4608 x 3584) on
+#: an H200, 8 / 64 rows: 4.24 / 4.96 before, 4.00 / 4.77
+MEDIUM_WEIGHTS, MEDIUM_TOKENS = 5 << 21, 3
 #: from this many pipeline stages per tile on, gemm_sm90_even_split takes less time than cuBLAS, and than
 #: stream-K in 8 bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 /
 #: 46.0 / 49.7 and 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and
@@ -48,6 +52,8 @@ EVEN_SPLIT_STAGES = 100
 SWIGLU_LIBRARY = range(257, 1024)
 #: 2/3 of the multiprocessors read weights as fast as all of them, which leaves the rest to the next kernel
 SPLIT_K_FILL = (2, 3)
+#: of weights below LARGE_WEIGHTS, half of them: stream-K's exchange through global memory costs more
+MEDIUM_FILL = (1, 2)
 #: but a block that loads more stages than this takes longer than stream-K's equal shares
 SPLIT_K_STAGES = 80
 #: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
@@ -110,7 +116,9 @@ def fuses_heads_sm90(head_size: int, rotary_size: int, interleaved: bool) -> boo
 
 
 def large_plan(gemm: Gemm, device: Device) -> Plan | None:
-    if gemm.outputs * gemm.inputs < LARGE_WEIGHTS or not gemm.out_aligned:
+    medium = gemm.epilogue != "swiglu" and MEDIUM_TOKENS <= gemm.tokens <= LARGE_TOKENS
+    least = MEDIUM_WEIGHTS if medium else LARGE_WEIGHTS
+    if gemm.outputs * gemm.inputs < least or not gemm.out_aligned:
         return None
     if gemm.epilogue == "swiglu":
         fits = not gemm.residual and not gemm.out_float32 and gemm.outputs % 16 == 0
@@ -190,7 +198,8 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
     for each in SPLIT_K_SPLITS:
         if tiles <= device.clusters[each - 1] and steps >= each * LEAST_STAGES:
             split = each
-    share, whole = SPLIT_K_FILL
+    large = gemm.outputs * gemm.inputs >= LARGE_WEIGHTS or gemm.operand
+    share, whole = SPLIT_K_FILL if large else MEDIUM_FILL
     if tiles * split * whole < device.multiprocessors * share or steps > SPLIT_K_STAGES * split:
         return None
     return Plan(

@@ -157,6 +157,19 @@ def test_what_a_kernel_cannot_read_goes_to_the_library():
     assert choose(small._replace(inputs=1020), H200).kernel == "gemm_library"
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(3584, 3584), (4096, 2560), (4608, 3584), (3584, 4096)])
+def test_medium_weights_take_kernels_that_prefetch_them(outputs: int, inputs: int):
+    """From 3 to 64 tokens, all blocks of their tiles resident; with a gate or fewer weights as before."""
+    gemm = Gemm(8, inputs, outputs, residual=True)
+    for tokens in (3, 8, 17, 64):
+        plan = choose(gemm._replace(tokens=tokens), H200)
+        assert (plan.kernel, plan.split) == ("gemm_sm90_split_k", 3)
+    for tokens in (1, 2, 65):
+        assert choose(gemm._replace(tokens=tokens), H200).kernel != "gemm_sm90_split_k"
+    assert choose(gemm._replace(inputs=1024), H200).kernel != "gemm_sm90_split_k"
+    assert choose(gemm._replace(epilogue="swiglu", residual=False), H200).kernel != "gemm_sm90_split_k"
+
+
 def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
     text = list(lines("llama-3-8b", [1, 64], 2, "h200"))
     assert len(text) == 2 + 2 * len(SHAPES["llama-3-8b"].products(2))

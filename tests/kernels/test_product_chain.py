@@ -112,8 +112,9 @@ def make_layer(
     return Layer(products, matrices)
 
 
-def wanted64(product: Product, matrix: Tensor) -> Tensor:
-    x = product.x
+def wanted64(product: Product, matrix: Tensor, x: Tensor | None = None) -> Tensor:
+    """x: replaces the product's."""
+    x = product.x if x is None else x
     if product.norm is not None:
         x = norm64(x, product.norm).to(x.dtype)
     weight = product.linear.weight
@@ -151,6 +152,111 @@ def test_every_product_is_that_of_what_it_has_read(place: Place, kind, tokens, s
     first = [result.clone() for result in layer.results]
     place.ops.linears(layer.products)  # the counter is as before
     assert all(torch.equal(*both) for both in zip(first, layer.results))
+
+
+#: hidden, inner, queries of layers whose first MLP product has a tile for every multiprocessor
+WIDE_SHAPES = [(640, 2048, 384), (1152, 6912, 1024), (3584, 14336, 4096), (4608, 36864, 4096)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "tokens"), [case for case in CASES if case[1] in (1, 3)])
+def test_norms_around_attention_and_mlp(place: Place, kind, tokens, shape, dtype):
+    """stream += norm(result) before the products that read the stream, which ends as the sum of both."""
+    if tokens > 1 and shape[0] > 4096:
+        return
+    hidden, inner, queries = shape
+    matrices: list[Tensor] = []
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        made, matrix = make_linear(place, kind, inputs, outputs, dtype)
+        matrices.append(matrix)
+        return made
+
+    def norm() -> Norm:
+        return Norm(place.normal(hidden, dtype=dtype, scale=0.2) + 1, None, 1e-6)
+
+    def out(columns: int) -> Tensor:
+        return place.poison(tokens, columns, dtype=dtype)
+
+    attended, stream = place.normal(tokens, queries, dtype=dtype), place.normal(tokens, hidden, dtype=dtype)
+    first, mlp, second, qkv = out(hidden), out(inner), out(hidden), out(3 * queries)
+    outer, before, held = [norm(), norm()], [norm(), norm()], stream.clone()
+    products = [
+        Product(attended, linear(hidden, queries), first),
+        Product(first, linear(inner * 2, hidden), mlp, before[0], "geglu_tanh", stream=(stream, outer[0])),
+        Product(mlp, linear(hidden, inner), second),
+        Product(second, linear(3 * queries, hidden), qkv, before[1], stream=(stream, outer[1])),
+    ]
+    place.settle()
+    assert place.ops.linears(products)
+    # of the same rounded results, as float64 adds them and as the kernel for many rows does; norms are not
+    # rounded before they are added
+    sums = [held]
+    for x, each in ((first, outer[0]), (second, outer[1])):
+        x64 = x.double()
+        scale = (x64.square().mean(-1, keepdim=True) + each.eps).rsqrt()
+        sums.append((sums[-1].double() + x64 * scale * each.weight.double()).to(dtype))
+    assert (stream != sums[2]).double().mean() < 0.01
+    bound = 2 * torch.finfo(dtype).eps * (sums[2].double().abs() + sums[1].double().abs())
+    assert ((stream.double() - sums[2].double()).abs() <= bound).all()
+    apart = held.clone()
+    place.ops.add_normed(apart, first, outer[0])
+    place.ops.add_normed(apart, second, outer[1])
+    assert (apart != stream).double().mean() < 0.02  # sums of squares in another order
+    format = "fp8" if KINDS[kind][2] == "fp8" else "int8"
+    rows = [attended, sums[1], mlp, stream]
+    for product, matrix, x in zip(products, matrices, rows):
+        gates = "two products" if product.activation in GATES else "linear"
+        assert_product(format, product.x.shape[1], product.out, wanted64(product, matrix, x), gates)
+    results, again = [product.out.clone() for product in products[1:]], stream.clone()
+    stream.copy_(held)
+    place.ops.linears(products)
+    assert torch.equal(stream, again)
+    assert all(torch.equal(product.out, result) for product, result in zip(products[1:], results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("shape", [(640, 2560, 384), (4096, 16384, 4096)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_and_mlp_of_the_same_rows(place: Place, kind, tokens, shape, dtype):
+    """The second product does not read the first one's result; the third adds to the second's."""
+    hidden, inner, queries = shape
+    matrices: list[Tensor] = []
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        made, matrix = make_linear(place, kind, inputs, outputs, dtype)
+        matrices.append(matrix)
+        return replace(made, bias=place.normal(outputs, dtype=dtype))
+
+    def norm() -> Norm:
+        weight = place.normal(hidden, dtype=dtype, scale=0.2) + 1
+        return Norm(weight, place.normal(hidden, dtype=dtype, scale=0.2), 1e-5)
+
+    def out(columns: int) -> Tensor:
+        return place.poison(tokens, columns, dtype=dtype)
+
+    attended, x = place.normal(tokens, queries, dtype=dtype), place.normal(tokens, hidden, dtype=dtype)
+    first, mlp, second, qkv = out(hidden), out(inner), out(hidden), out(queries + 128)
+    products = [
+        Product(x, linear(inner, hidden), mlp, norm=norm(), activation="gelu_tanh"),
+        Product(attended, linear(hidden, queries), first, residual=x),
+        Product(mlp, linear(hidden, inner), second, residual=first),
+        Product(second, linear(queries + 128, hidden), qkv, norm=norm()),
+    ]
+    place.settle()
+    layer = Layer(products, matrices)
+    assert_layer(place, layer, kind)
+    in_place = x.clone()
+    held = [
+        replace(products[0], x=in_place),
+        replace(products[1], residual=in_place, out=in_place),
+        replace(products[2], residual=in_place, out=in_place),
+        replace(products[3], x=in_place, out=torch.empty_like(qkv)),
+    ]
+    assert place.ops.linears(held)
+    assert torch.equal(in_place, second) and torch.equal(held[3].out, qkv)
 
 
 def test_norms_of_rows_far_from_zero(place: Place):

@@ -7,11 +7,15 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-// GEMMs of 1 to 4 tokens in one launch on compute capability 9.0; each reads the result of the one
-// before it (x is its out), the first the output of the previous kernel: see
-// product_chain_sm90a.cu. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
-// outputs a multiple of 16, with SwiGLU of 32. The fields of a step are those of
-// tridecode_gemm_task.
+// GEMMs of 1 to 4 tokens in one launch on compute capability 9.0; each reads the result of an
+// earlier one (x is its out) or the output of an earlier kernel: see product_chain_sm90a.cu. Rows
+// of x, out and residual are contiguous; inputs are a multiple of 128, outputs a multiple of 16,
+// with SwiGLU of 32. The fields of a step are those of tridecode_gemm_task, except:
+//
+// outer_weight, stream: if not null, stream += RMSNorm(x) * outer_weight, and the GEMM reads the
+// stream instead of x. Two GEMMs of a launch have it, with the same stream and at least one GEMM
+// between them, and the first has 16 outputs or more for each multiprocessor. Neither has a bias of
+// its norms.
 typedef struct {
   void* out;
   const void* x;
@@ -20,9 +24,11 @@ typedef struct {
   const void* residual;
   const void* norm_weight;
   const void* norm_bias;
+  const void* outer_weight;
+  void* stream;
   const float* weight_scales;
   const uint32_t* weight_groups;
-  float norm_eps;
+  float norm_eps, outer_eps;
   int inputs, outputs, activation;
 } tridecode_chain_step;
 typedef struct {
@@ -36,8 +42,8 @@ typedef struct {
 } tridecode_chain_task;
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
 // Number of pipeline stages for weights that fit into a block's shared memory in addition to this
-// many inputs and tokens; 0 if none.
-int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand);
+// many inputs and tokens, and rows of a stream of `stream_columns`; 0 if none.
+int64_t tridecode_product_chain_stages(int inputs, int stream_columns, int tokens, int operand);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

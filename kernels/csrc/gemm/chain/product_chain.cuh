@@ -32,18 +32,20 @@ constexpr int kHeld = 4;                // vectors of 8 numbers of x that a thre
 // the second, in groups of eight rows: 1; with SwiGLU the number of tiles. x_words, residual_words:
 // address in the exchange buffer of inputs that an earlier GEMM of the chain computes; null: they
 // are in memory. out_words: address for results that later GEMMs read, or null. stores: the results
-// are also stored to memory.
+// are also stored to memory. keeps: the first GEMM with a stream, which keeps the sums in shared
+// memory for the second, whose sums are stored to memory. first_block: the block that computes the
+// first tile.
 struct Step {
   tridecode_chain_step given;
-  int tiles, second;
-  bool gated, stores;
+  int tiles, second, first_block;
+  bool gated, stores, keeps;
   const uint64_t *x_words, *residual_words;
   uint64_t* out_words;
 };
 
 struct Chain {
   Step steps[kMaxSteps];
-  int count, tokens, columns, stages, in_flight, x_bytes;
+  int count, tokens, columns, stages, in_flight, x_bytes, group_bytes;
   unsigned int* counters;  // counter of finished tiles, zero between launches; counter of launches
 };
 
@@ -67,7 +69,7 @@ struct Declared {
   Handover handover;
   unsigned int words[2 * kWarps];  // buffers of sums of the consumer warps
   unsigned int largest[kMaxSteps][kMaxTokens];
-  float x_scales[kMaxTokens];
+  float x_scales[kMaxSteps][kMaxTokens];
   uint4 zeros;
 };
 
@@ -171,6 +173,7 @@ __device__ __forceinline__ float near_reciprocal(float x) {
 struct Places {
   uint32_t declared;  // Declared
   uint32_t ring, sums, x, group_sums;
+  uint32_t stream;  // rows of the stream
 
   template <Values VALUES>
   __device__ __forceinline__ static Places of(const Chain& chain, const Declared& all, char* ring) {
@@ -180,7 +183,8 @@ struct Places {
     keep(made.declared), keep(made.ring);
     made.sums = made.ring + chain.stages * F::kStageBytes;
     made.x = made.sums + F::kSumBytes, made.group_sums = made.x + chain.x_bytes;
-    keep(made.sums), keep(made.x), keep(made.group_sums);
+    made.stream = made.group_sums + chain.group_bytes;
+    keep(made.sums), keep(made.x), keep(made.group_sums), keep(made.stream);
     return made;
   }
   __device__ __forceinline__ uint32_t full(int slot) const {
@@ -204,8 +208,8 @@ struct Places {
   __device__ __forceinline__ uint32_t largest(int step, int token) const {
     return declared + offsetof(Declared, largest) + (step * kMaxTokens + token) * 4;
   }
-  __device__ __forceinline__ uint32_t x_scale(int token) const {
-    return declared + offsetof(Declared, x_scales) + token * 4;
+  __device__ __forceinline__ uint32_t x_scale(int step, int token) const {
+    return declared + offsetof(Declared, x_scales) + (step * kMaxTokens + token) * 4;
   }
   __device__ __forceinline__ uint32_t zeros() const { return declared + offsetof(Declared, zeros); }
 };

@@ -83,12 +83,14 @@ struct Finisher {
     values[0] = float(total[0]), values[1] = float(total[1]);
   }
 
-  __device__ __forceinline__ void store(const Step& step, int eight, const Constants& constants,
+  __device__ __forceinline__ void store(const Step& step, int number, int eight,
+                                        const Constants& constants,
                                         const unsigned short (&residual)[2],
                                         const float (&values)[2]) const {
     const auto& given = step.given;
     const int g = lane / 4;
-    const float scale = F::k16Bit ? 1.0f : __uint_as_float(load_shared1(places.x_scale(token())));
+    const float scale =
+        F::k16Bit ? 1.0f : __uint_as_float(load_shared1(places.x_scale(number, token())));
     float v[2];
 #pragma unroll
     for (int second = 0; second < 2; ++second)
@@ -154,7 +156,7 @@ struct Finisher {
         add_up(places.sums + buffer * F::kBufferBytes, values);
         __syncwarp();
         if (lane == 0) barrier_arrive(places.read(buffer));
-        store(step, eight, constants, residual, values);
+        store(step, i, eight, constants, residual, values);
         eight = of_next;
         ++finished;
       }

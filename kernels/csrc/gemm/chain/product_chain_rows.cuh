@@ -195,11 +195,11 @@ struct Rows {
     }
   }
 
-  // Waits until all tiles of earlier GEMMs are finished, or nearly so.
-  __device__ __forceinline__ void wait_for_tiles() const {
+  // Waits until all tiles of earlier GEMMs are finished, or nearly so, if x is a result of one.
+  __device__ __forceinline__ void wait_for_tiles(const Step& step) const {
     if (warp == 0 && lane == 0) {
       Spin spin(kTilesBefore);
-      while (before && load_relaxed(chain.counters) + kEarly < before) spin.again();
+      while (step.x_words && before && load_relaxed(chain.counters) + kEarly < before) spin.again();
       barrier_arrive(places.begun(number));
     }
     sync_consumers();
@@ -238,13 +238,87 @@ struct Rows {
     }
   }
 
-  // Rows of x that fit in registers: normalised if there is a norm, quantised, stored.
+  // The statistics of the token's row. last: the `which` of team_sum for the last sum.
+  template <int HELD, bool CENTRED>
+  __device__ __forceinline__ RowNorm norm_of(uint4 (&words)[HELD], int inputs, float eps,
+                                             int last) const {
+    const int pieces = inputs / 8;
+    RowNorm norm[1];
+    float sums[1] = {};
+    auto each = [&](auto body) {
+      each_held(words, first, pieces, [&](uint4& vector, int i) {
+        forget(vector);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 both = unpack<X>(get(vector, j));
+          if (!CENTRED || first + i * apart < pieces) body(0, both.x), body(0, both.y);
+        }
+      });
+    };
+    if (CENTRED) each([&](int, float x) { sums[0] += x; });
+    row_statistics(norm, sums, CENTRED, inputs, eps, each, [&](float (&sum)[1], int which) {
+      sum[0] = team_sum(sum[0], CENTRED ? which : last);
+    });
+    return norm[0];
+  }
+
+  // Addresses of the stream's vector p in shared memory, and in memory.
+  __device__ __forceinline__ uint32_t kept_at(const Step& step, int p) const {
+    return places.stream + (token * (step.given.inputs / 8) + p) * 16;
+  }
+  __device__ __forceinline__ uint4* stored_at(const Step& step, int p) const {
+    return static_cast<uint4*>(step.given.stream) + token * (step.given.inputs / 8) + p;
+  }
+
+  // Loads what add_to_stream reads and no GEMM of this launch computes: the stream, unless an
+  // earlier GEMM has kept it, and the norm's weight. Returns the weight of the thread's first
+  // vector.
+  template <int HELD>
+  __device__ __forceinline__ uint4 prepare_stream(const Step& step) const {
+    const int pieces = step.given.inputs / 8;
+    const auto weight = static_cast<const uint4*>(step.given.outer_weight);
+#pragma unroll 1
+    for (int p = first; p < pieces && has(); p += apart) {
+      if (HELD > 1) prefetch_l2(weight + p);
+      if (step.keeps) store_shared(kept_at(step, p), __ldcg(stored_at(step, p)));
+    }
+    return HELD == 1 && first < pieces ? __ldg(weight + first) : uint4{};
+  }
+
+  // x = stream + norm(x) * weight. weight: that of the thread's first vector.
+  template <int HELD>
+  __device__ __forceinline__ void add_to_stream(uint4 (&words)[HELD], const Step& step,
+                                                uint4 weight) const {
+    const int pieces = step.given.inputs / 8;
+    const float scale =
+        norm_of<HELD, false>(words, step.given.inputs, step.given.outer_eps, 0).scale;
+    each_held(words, first, pieces, [&](uint4& vector, int i) {
+      forget(vector);
+      const int p = first + i * apart;
+      if (p >= pieces || !has()) return;  // the padding after the row stays 0
+      if (HELD > 1) weight = __ldg(static_cast<const uint4*>(step.given.outer_weight) + p);
+      const uint4 sum = load_shared4(kept_at(step, p));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 x = unpack<X>(get(vector, j)), y = unpack<X>(get(weight, j)),
+                     z = unpack<X>(get(sum, j));
+        put(vector, j, pack<X>(z.x + x.x * scale * y.x, z.y + x.y * scale * y.y));
+      }
+      if (step.keeps)
+        store_shared(kept_at(step, p), vector);
+      else if (int(blockIdx.x) == step.first_block)
+        *stored_at(step, p) = vector;
+    });
+  }
+
+  // Rows of x that fit in registers: added to the stream if there is one, normalised if there is a
+  // norm, quantised, stored.
   template <int HELD, bool CENTRED>
   __device__ __forceinline__ void load_held(const Step& step) const {
     const int pieces = step.given.inputs / 8;
     const auto weight = static_cast<const uint4*>(step.given.norm_weight);
     const auto bias = static_cast<const uint4*>(step.given.norm_bias);
-    uint4 words[HELD] = {}, w = {}, b = {};
+    uint4 words[HELD] = {}, w = {}, b = {}, outer = {};
     if (weight) {  // constants, before the wait
 #pragma unroll 1
       for (int p = first; p < pieces; p += apart) {
@@ -252,7 +326,8 @@ struct Rows {
         if (CENTRED) prefetch_l2(bias + p);
       }
     }
-    wait_for_tiles();
+    if (!CENTRED && step.given.outer_weight) outer = prepare_stream<HELD>(step);
+    wait_for_tiles(step);
     auto load_norm = [&](int p) {
       w = {}, b = {};  // the padding after the row stays 0
       if (!weight || p >= pieces) return;
@@ -260,22 +335,9 @@ struct Rows {
       if (CENTRED) b = __ldg(bias + p);
     };
     if (has()) load_row(words, step, first, pieces, [&] { load_norm(first); });
+    if (!CENTRED && step.given.outer_weight) add_to_stream(words, step, outer);
     if (weight) {
-      RowNorm norm[1];
-      float sums[1] = {};
-      auto each = [&](auto body) {
-        each_held(words, first, pieces, [&](uint4& vector, int i) {
-          forget(vector);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float2 both = unpack<X>(get(vector, j));
-            if (!CENTRED || first + i * apart < pieces) body(0, both.x), body(0, both.y);
-          }
-        });
-      };
-      if (CENTRED) each([&](int, float x) { sums[0] += x; });
-      row_statistics(norm, sums, CENTRED, step.given.inputs, step.given.norm_eps, each,
-                     [&](float (&sum)[1], int which) { sum[0] = team_sum(sum[0], which); });
+      const RowNorm norm = norm_of<HELD, CENTRED>(words, step.given.inputs, step.given.norm_eps, 1);
       each_held(words, first, pieces, [&](uint4& vector, int i) {
         forget(vector);
         if (i > 0) load_norm(first + i * apart);
@@ -284,8 +346,8 @@ struct Rows {
           const float2 x = unpack<X>(get(vector, j)), y = unpack<X>(get(w, j)),
                        z = unpack<X>(get(b, j));
           put(vector, j,
-              CENTRED ? pack<X>(norm[0](x.x, y.x, z.x), norm[0](x.y, y.y, z.y))
-                      : pack<X>(x.x * norm[0].scale * y.x, x.y * norm[0].scale * y.y));
+              CENTRED ? pack<X>(norm(x.x, y.x, z.x), norm(x.y, y.y, z.y))
+                      : pack<X>(x.x * norm.scale * y.x, x.y * norm.scale * y.y));
         }
       });
     }
@@ -315,14 +377,15 @@ struct Rows {
     largest = max(largest & 0xffffu, largest >> 16);
     const Scaling scaling(magnitude<X>(team_max(largest)));
     store(scaling);
-    if (has() && first == 0) store_shared(places.x_scale(token), __float_as_uint(scaling.scale));
+    if (has() && first == 0)
+      store_shared(places.x_scale(number, token), __float_as_uint(scaling.scale));
     sync_consumers();
   }
 
   // Longer rows, without a norm; if quantised, they are read twice.
   __device__ __forceinline__ void load_long(const Step& step) const {
     const int pieces = step.given.inputs / 8;
-    wait_for_tiles();
+    wait_for_tiles(step);
     auto each_round = [&](auto body) {
 #pragma unroll 1
       for (int round = 0; first + round * apart - lane < pieces; round += kHeld) {

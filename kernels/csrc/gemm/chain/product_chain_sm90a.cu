@@ -1,6 +1,6 @@
-// GEMMs of 1 to 4 tokens in one launch, each reading the result of the one before it, with weights
-// in 16, 8 or 4 bit: in a decoder layer, attention's output projection, the MLP, and the next
-// layer's projection to queries, keys and values.
+// GEMMs of 1 to 4 tokens in one launch that read each other's results, with weights in 16, 8 or 4
+// bit: in a decoder layer, attention's output projection, the MLP, and the next layer's projection
+// to queries, keys and values.
 //
 // One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
 // finisher warps. The producer copies the weights of all GEMMs through one ring of shared memory,
@@ -13,10 +13,17 @@
 //
 // Results that a later GEMM reads pass through the exchange in global memory: words of two numbers
 // and the launch's number. A fence would wait microseconds for all copies in flight; a word with
-// this launch's number is complete without one. A block begins a GEMM when it has all words of the
-// one before it, which is therefore finished everywhere. A counter of finished tiles tells when
+// this launch's number is complete without one. A block begins a GEMM when it has all words of x,
+// so the GEMM that computes x is then finished everywhere. A counter of finished tiles tells when
 // polling the words is worthwhile. Every block normalises the rows of x itself and, for weights in
 // 8 and 4 bit, quantises them to int8 or E4M3 as defined by kernels/formats/quantized.py.
+//
+// In a layer with norms around attention and MLP, every block also adds the normalised result to
+// the residual stream. It keeps the first sum in shared memory for the second, which one block
+// stores: by then all blocks have read the stream.
+//
+// In a layer whose attention and MLP read the same rows, the first GEMM of the MLP and the output
+// projection wait for no other GEMM of the launch.
 //
 // A token takes columns 2 t and 2 t + 1, one for each int8 part of x, or only the first: so a lane
 // holds the sums of one token.
@@ -150,18 +157,23 @@ constexpr int kAlignment = 1024,
 
 // Bytes of shared memory for rows of x and the sums of their groups.
 template <Values VALUES>
-constexpr int64_t row_bytes(int inputs, int tokens) {
+constexpr int group_bytes(int inputs, int tokens) {
+  return Format<VALUES>::k4Bit ? ceil_div(inputs / 128 * tokens, 4) * 16 : 0;
+}
+// And for the rows of a stream of `columns`.
+template <Values VALUES>
+constexpr int64_t row_bytes(int inputs, int columns, int tokens) {
   using F = Format<VALUES>;
   return int64_t(inputs) * F::kXBytes * (F::kTwo ? 2 * tokens : tokens) +
-         (F::k4Bit ? inputs / 128 * tokens * 4 : 0);
+         group_bytes<VALUES>(inputs, tokens) + int64_t(columns) * 2 * tokens;
 }
 
 template <Values VALUES>
-int stages_of(int inputs, int tokens) {
+int stages_of(int inputs, int columns, int tokens) {
   using F = Format<VALUES>;
   if (tokens > kMaxTokens) return 0;
   const int64_t rest = device().shared_bytes - kSharedLeft - kAlignment - kDeclared - F::kSumBytes -
-                       row_bytes<VALUES>(inputs, tokens);
+                       row_bytes<VALUES>(inputs, columns, tokens);
   const int64_t stages = rest / F::kStageBytes;
   return rest < 0 ? 0 : stages < kMaxStages ? int(stages) : kMaxStages;
 }
@@ -184,13 +196,35 @@ int check_step(const Step& step, int number) {
         "product_chain_sm90a: product %d has %d inputs, %d outputs; wanted multiples of "
         "128 and %d",
         number, given.inputs, given.outputs, step.gated ? 32 : 16);
-  const void* const read[] = {given.out,      given.x,           given.weight,
-                              given.residual, given.norm_weight, given.norm_bias};
+  const void* const read[] = {given.out,          given.x,           given.weight,
+                              given.residual,     given.norm_weight, given.norm_bias,
+                              given.outer_weight, given.stream};
   for (const void* each : read)
     if (!aligned16(each))
       return fail("product_chain_sm90a: product %d has an address that is no multiple of 16",
                   number);
   return 0;
+}
+
+// Finds the first GEMM with a stream, and checks that the second can store to it: all blocks have
+// then read it. columns: of the stream, 0 without one.
+int find_stream(Chain& chain, int& columns) {
+  int found = 0, at = 0;
+  for (int i = 0; i < chain.count; ++i) {
+    Step& step = chain.steps[i];
+    const auto &given = step.given, &earlier = chain.steps[at].given;
+    if (!given.outer_weight) continue;
+    if (++found == 1) {
+      at = i, columns = given.inputs, step.keeps = true;
+      if (given.norm_bias || step.tiles < device().multiprocessors)
+        return fail("product_chain_sm90a: product %d has a stream and %d tiles; wanted %d", i,
+                    step.tiles, device().multiprocessors);
+    } else if (found > 2 || i < at + 2 || given.norm_bias || given.stream != earlier.stream ||
+               given.inputs != earlier.inputs || !step.x_words) {
+      return fail("product_chain_sm90a: product %d cannot add to the stream of product %d", i, at);
+    }
+  }
+  return found == 1 ? fail("product_chain_sm90a: only product %d has a stream", at) : 0;
 }
 
 // bytes: length of a row, which is mapped as 16-bit numbers.
@@ -206,9 +240,10 @@ int encode_rows(CUtensorMap* map, const tridecode_chain_step& step, int bytes, i
 
 using namespace tridecode;
 
-int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand) {
-  return for_values(
-      operand, [&](auto values) { return stages_of<decltype(values)::value>(inputs, tokens); });
+int64_t tridecode_product_chain_stages(int inputs, int stream_columns, int tokens, int operand) {
+  return for_values(operand, [&](auto values) {
+    return stages_of<decltype(values)::value>(inputs, stream_columns, tokens);
+  });
 }
 
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream) {
@@ -221,11 +256,12 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
   chain.count = task->num_steps, chain.tokens = task->tokens;
   chain.counters = static_cast<unsigned int*>(task->exchange);
   uint64_t* words = static_cast<uint64_t*>(task->exchange) + kHeaderWords;
-  int most_inputs = 0;
+  int most_inputs = 0, turn = 0;
   for (int i = 0; i < chain.count; ++i) {
     Step& step = chain.steps[i];
     step.given = given[i];
     step.gated = is_gated(given[i].activation);
+    step.first_block = turn % device().multiprocessors, turn += given[i].outputs / 16;
     step.tiles = given[i].outputs / 16, step.second = step.gated ? given[i].outputs / 16 : 1;
     if (int status = check_step(step, i)) return status;
     step.stores = true;
@@ -242,7 +278,7 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
     if (given[i].inputs > most_inputs) most_inputs = given[i].inputs;
     const int tokens = task->tokens;
     const int held = kHeld * 256 * warps_of_token(tokens);
-    if (given[i].norm_weight && given[i].inputs > held)
+    if ((given[i].norm_weight || given[i].outer_weight) && given[i].inputs > held)
       return fail("%s: a norm of %d inputs, %d tokens; wanted at most %d", name, given[i].inputs,
                   tokens, held);
   }
@@ -251,13 +287,16 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
     return fail("%s: %lld bytes of the exchange; wanted at least %lld", name,
                 (long long)task->exchange_bytes, (long long)needed);
   chain.steps[chain.count - 1].out_words = nullptr;
+  int columns = 0;
+  if (int status = find_stream(chain, columns)) return status;
   return for_16_bit_dtype(task->dtype, name, [&](auto x) {
     using X = decltype(x);
     return for_values(task->operand, [&](auto values) {
       constexpr Values kValues = decltype(values)::value;
       using F = Format<kValues>;
       chain.columns = F::kTwo ? 2 * chain.tokens : chain.tokens;
-      const int most = chain.tokens < 1 ? 0 : stages_of<kValues>(most_inputs, chain.tokens);
+      const int most =
+          chain.tokens < 1 ? 0 : stages_of<kValues>(most_inputs, columns, chain.tokens);
       if (most < kLeastStages)
         return fail("%s: %d tokens of %d inputs leave no room for weights", name, chain.tokens,
                     most_inputs);
@@ -266,13 +305,14 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
       const int room = chain.stages - kTeams;
       chain.in_flight = room < kInFlight ? room : kInFlight;
       chain.x_bytes = most_inputs * F::kXBytes * chain.columns;
+      chain.group_bytes = group_bytes<kValues>(most_inputs, chain.tokens);
       Maps maps = {};
       for (int i = 0; i < chain.count && !F::k4Bit; ++i)
         if (int status =
                 encode_rows(maps.of + i, given[i], given[i].inputs * F::kXBytes, F::kUnits))
           return status;
       const size_t shared = kAlignment + size_t(chain.stages) * F::kStageBytes + F::kSumBytes +
-                            row_bytes<kValues>(most_inputs, chain.tokens);
+                            row_bytes<kValues>(most_inputs, columns, chain.tokens);
       return launch_resident(name, product_chain_sm90a<X, kValues>, device().multiprocessors,
                              kThreads, shared, stream, chain, maps);
     });
