@@ -23,7 +23,6 @@ from tridecode.backend.models.layers import (
     add_over_ranks,
     attention,
     finish_layer,
-    finish_parallel_layer,
     finish_sandwich_layer,
     make_heads,
 )
@@ -185,7 +184,8 @@ class Decoder:
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(norm(x)), then x += mlp(norm(x)), layer by layer."""
-        at_once, rows = _at_once(context, x), self._first_rows(x)
+        at_once = _at_once(context, x)
+        rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
             if at_once and finish_layer(context, x, attended, layer, activation, self._following(i)):
@@ -205,10 +205,13 @@ class Decoder:
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer by layer."""
-        at_once, rows = _at_once(context, x), self._first_rows(x)
+        at_once = _at_once(context, x)
+        rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
-            if at_once and finish_parallel_layer(context, x, attended, layer, activation, self._following(i)):
+            if at_once and finish_layer(
+                context, x, attended, layer, activation, self._following(i), parallel=True
+            ):
                 rows = None
                 continue
             mlp = context.mlp(layer)
@@ -241,7 +244,8 @@ class Decoder:
 
         after: the outer norms of attention and MLP, per layer.
         """
-        at_once, rows = _at_once(context, x), self._first_rows(x)
+        at_once = _at_once(context, x)
+        rows: Rows | None = self._first_rows(x)
         for i, (layer, norms, heads, cache) in enumerate(zip(self.layers, after, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
             if at_once and finish_sandwich_layer(
@@ -254,7 +258,7 @@ class Decoder:
             context.ops.linear(of_mlp.x, layer.up, norm=of_mlp.norm, activation=activation, out=mlp)
             rows = add_normed(context, x, (mlp, layer.down), norms[1], self._next_norms[i])
 
-    def _first_rows(self, x: Tensor) -> Rows | None:
+    def _first_rows(self, x: Tensor) -> Rows:
         """Return the input of the first layer's attention; a stage may have no layer."""
         return Rows(x, self.layers[0].attention_norm if self.layers else None)
 

@@ -81,40 +81,20 @@ def finish_layer(
     layer: DecoderLayer,
     activation: str,
     following: Following | None,
+    parallel: bool = False,
 ) -> bool:
     """Compute the rest of a layer after its attention in one launch, if the operations have one.
 
-    That is x += dense(attended), x += mlp(norm(x)) and project_qkv of the following layer. Returns False if
-    nothing was done. Only without tensor parallelism.
+    That is x += dense(attended), x += mlp(norm(x)) and project_qkv of the following layer. parallel: the MLP
+    reads the same x as attention. Returns False if nothing was done. Only without tensor parallelism.
     """
     mlp = context.mlp(layer)
-    products = [
-        Product(attended, layer.dense, x, residual=x),
-        Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation),
-        Product(mlp, layer.down, x, residual=x),
-    ]
-    return context.ops.linears(products + _projection(context, x, following))
-
-
-def finish_parallel_layer(
-    context: Context,
-    x: Tensor,
-    attended: Tensor,
-    layer: DecoderLayer,
-    activation: str,
-    following: Following | None,
-) -> bool:
-    """Compute the rest of a layer whose attention and MLP read the same x, like finish_layer.
-
-    The MLP's first GEMM comes before the output projection: neither waits for the other.
-    """
-    mlp = context.mlp(layer)
-    products = [
-        Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation),
-        Product(attended, layer.dense, x, residual=x),
-        Product(mlp, layer.down, x, residual=x),
-    ]
-    return context.ops.linears(products + _projection(context, x, following))
+    dense = Product(attended, layer.dense, x, residual=x)
+    up = Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation)
+    # the parallel MLP's first GEMM goes before the output projection changes x: neither waits for the other
+    first = [up, dense] if parallel else [dense, up]
+    down = Product(mlp, layer.down, x, residual=x)
+    return context.ops.linears([*first, down, *_projection(context, x, following)])
 
 
 def finish_sandwich_layer(

@@ -149,11 +149,12 @@ class DraftPlanner:
             cache.lengths[sequence.slot] = length + count
             sequence.in_flight += count
             sequence.unsettled += count > 1
-        slots = np.array([sequence.slot for sequence in sequences], np.int32)
-        starts = np.zeros(len(slots) + 1, np.int32)
+        row_slots = np.array([sequence.slot for sequence in sequences], np.int32)
+        starts = np.zeros(len(row_slots) + 1, np.int32)
         np.cumsum(totals, out=starts[1:])
-        owner = np.repeat(np.arange(len(slots)), totals)
-        positions, slots = cache.shifts[slots][owner], slots[owner]
+        owner = np.repeat(np.arange(len(row_slots)), totals)
+        slots = row_slots[owner]
+        positions = cache.shifts[slots]
         kv_slots, context_lens = np.full(len(ids), -1, np.int32), np.full(len(totals), -1, np.int32)
         if any(is_known):
             known = np.array(is_known)
@@ -163,8 +164,7 @@ class DraftPlanner:
             positions[of_known] += place
             mine = slots[of_known]
             kv_slots[of_known] = cache.addresses(mine, place % cache.rings[mine])
-            ends = cache.lengths[slots[starts[:-1]]]
-            context_lens[known] = np.minimum(ends, cache.rings[slots[starts[:-1]]])[known]
+            context_lens[known] = np.minimum(cache.lengths[row_slots], cache.rings[row_slots])[known]
         verifies = len(ids) > len(totals) or not all(is_known)
         return DraftRows(
             np.array(ids, np.int32), positions, kv_slots, starts, context_lens, max(totals) if verifies else 0
