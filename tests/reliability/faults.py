@@ -508,6 +508,7 @@ class Range:
             time.sleep(draw.uniform(0.0, 2.0))
             struck = time.monotonic()
             row.usual_s = _usual_silence(crowd, struck)
+            engine = self.service.pids().get("rank0", 0)
             undo = fault.strike(self.service)
             if undo is not None:
                 time.sleep(fault.pause_s)
@@ -519,7 +520,8 @@ class Range:
             all_sent = [*crowd.open.values(), *crowd.sent]
             under_way = {id(sent.outcome) for sent in all_sent if _open_at(sent, struck)}
             begun = {id(sent.outcome) for sent in all_sent if sent.outcome.progress} & under_way
-            back, restarted = self._wait_back(fault, watch, struck, row, crowd)
+            settle = self._next_engine(engine) if fault.unbroken else struck
+            back, restarted = self._wait_back(fault, watch, settle, row, crowd)
             if not restarted and back is not None:
                 time.sleep(2.0)  # health and the streams are looked at a little longer
         finally:
@@ -548,12 +550,21 @@ class Range:
             time.sleep(0.05)
         raise AssertionError(f"the streams did not open: {crowd.open_now()} open, {len(crowd.sent)} sent")
 
-    def _wait_back(
-        self, fault: Fault, watch: Watch, struck: float, row: Row, crowd: Crowd
-    ) -> tuple[float | None, bool]:
-        """When a probe was answered again with health true; and whether a new server had to be started."""
+    def _next_engine(self, before: int) -> float:
+        """Wait until rank 0 is a process other than `before`, or RECOVER_S; return the time."""
         deadline = time.monotonic() + RECOVER_S
-        settle = struck + 1.0  # a fault takes a moment to be felt: the first answers may be older
+        assert self.service is not None
+        while self.service.pids().get("rank0", before) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return time.monotonic()
+
+    def _wait_back(
+        self, fault: Fault, watch: Watch, settle: float, row: Row, crowd: Crowd
+    ) -> tuple[float | None, bool]:
+        """When a probe sent a second after `settle` was answered with health true; and whether a new server
+        had to be started."""
+        deadline = time.monotonic() + RECOVER_S
+        settle += 1.0  # a fault takes a moment to be felt: the first answers may be older
         while time.monotonic() < deadline:
             assert self.service is not None
             if self.service.ended():
