@@ -75,7 +75,7 @@ class Chain:
     def _takes(self, products: Sequence[Product], operand: str) -> bool:
         """Return whether the chain kernel can compute all these GEMMs."""
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
-        if not _ordered(products) or not self._takes_streams(products):
+        if not reads_in_order(products) or not self._takes_streams(products):
             return False
         results = sum(product.out.shape[1] for product in products)
         if _HEADER_BYTES + 4 * tokens * results > EXCHANGE_BYTES:
@@ -148,7 +148,7 @@ def _call(product: Product) -> Call:
     return Call(product.x, product.linear, product.out, product.norm, product.activation, product.residual)
 
 
-def _ordered(products: Sequence[Product]) -> bool:
+def reads_in_order(products: Sequence[Product]) -> bool:
     """Return whether each GEMM reads the result of the one before it.
 
     The second may read earlier rows instead, if the third reads the result of the first and adds to that of

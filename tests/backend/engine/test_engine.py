@@ -19,7 +19,7 @@ from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.errors import DeadlineError
 from tridecode.backend.wire.messages import SamplingParams
-from tridecode.kernels.gemm.chain import _ordered
+from tridecode.kernels.gemm.chain import reads_in_order
 from tridecode.kernels.operands import Product
 from tridecode.kernels.reference import Reference
 
@@ -63,7 +63,7 @@ def test_operations_may_compute_what_is_behind_attention_at_once(name: str, monk
 
     def linears(self: Reference, products: list[Product]) -> bool:
         asked.append(len(products))
-        assert _ordered(products)
+        assert reads_in_order(products)
         for product in products:
             product.compute(self)
         return True
