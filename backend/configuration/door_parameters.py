@@ -51,6 +51,12 @@ def _senders(text: str) -> int:
     return int(text)
 
 
+def _cores(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def _size(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
@@ -165,6 +171,16 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         "a number from 1 to 64",
         "threads that send responses",
         _senders,
+        _ENGINE_DOORS,
+    ),
+    DoorParameter(
+        "door_cores",
+        "int",
+        None,
+        "0 or a number of cores",
+        "cores that the threads of the door share, since waking a thread on another core takes long; 0: all; "
+        "auto: 1 of 4 or more, else all",
+        _cores,
         _ENGINE_DOORS,
     ),
     _time(

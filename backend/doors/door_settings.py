@@ -51,6 +51,7 @@ class DoorSettings:
     skip_special_tokens: bool = True  # used when an answer is decoded
     wrap_token_ids: bool = False  # ids beyond the vocabulary are taken modulo its size (benchmarks)
     num_senders: int = 4
+    door_cores: int | None = None  # cores that the door's threads share; 0: all; None: see share_cores
     # streamed token ids: when the queue is longer, responses are merged
     merge_behind_s: float = MERGE_BEHIND_S
     wait_for_engine: bool = True  # the model becomes ready only when the engine is ready

@@ -200,28 +200,33 @@ class TensorAnswer(Answer):
         self._unwanted = {
             name for name, (flag, default) in _OPTIONAL.items() if not received.inputs.flag(flag, default)
         }
+        self._plain = "output_log_probs" in self._unwanted  # most responses have no rare columns
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
         return [self._tensors(pieces) for pieces in self.pieces(events)]
 
     def _tensors(self, pieces: dict[int, Piece]) -> list:
         rows = list(pieces.values())
-        counts = {
-            "num_input_tokens": [piece.num_prompt_tokens for piece in rows],
-            "num_output_tokens": [piece.num_tokens for piece in rows],
-            "batch_index": [self._rows[row].place[0] for row in pieces],
-            "sequence_index": [self._rows[row].place[1] for row in pieces],
-        }
         # text_output is first, because LiteLLM reads the first output whatever its name
         if len(rows) == 1:
             tensors = self._outputs.text("text_output", rows[0].text.encode("utf-8"))
         else:
             tensors = self._outputs.tensors({"text_output": [piece.text.encode("utf-8") for piece in rows]})
-        tensors += self._outputs.repeated(
-            {name: self._shaped(column) for name, column in counts.items() if name not in self._unwanted}
-        )
-        rare = self._rare_columns(rows)
-        return tensors + self._outputs.tensors(rare) if rare else tensors
+        key = tuple([(row, piece.num_tokens) for row, piece in pieces.items()])
+        tensors += self._outputs.shared(key, lambda: self._counts(pieces))
+        if self._plain and not any([piece.finish_reason or piece.extras for piece in rows]):
+            return tensors
+        return tensors + self._outputs.tensors(self._rare_columns(rows))
+
+    def _counts(self, pieces: dict[int, Piece]) -> dict[str, tuple]:
+        """Return the outputs that depend only on the rows and their numbers of tokens."""
+        columns = {
+            "num_input_tokens": [piece.num_prompt_tokens for piece in pieces.values()],
+            "num_output_tokens": [piece.num_tokens for piece in pieces.values()],
+            "batch_index": [self._rows[row].place[0] for row in pieces],
+            "sequence_index": [self._rows[row].place[1] for row in pieces],
+        }
+        return {name: self._shaped(column) for name, column in columns.items() if name not in self._unwanted}
 
     def _shaped(self, column: list[int]) -> tuple:
         return tuple((value,) for value in column) if self._batched else tuple(column)

@@ -27,6 +27,11 @@ class Preparation:
         self._large = _Lane("prepare-large", max_requests, max_bytes)
 
     @property
+    def free(self) -> tuple[threading.Thread, ...]:
+        """Return the threads that tokenise for long, without the GIL."""
+        return (self._large,)
+
+    @property
     def pending(self) -> int:
         """Return the number of jobs that have not ended."""
         return self._small.count + self._large.count

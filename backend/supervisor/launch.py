@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from tridecode.backend.base import pauses
+from tridecode.backend.base import cores, pauses
 from tridecode.backend.base.errors import ConfigError, EngineDownError
 from tridecode.backend.base.threads import spin_briefly
 from tridecode.backend.nodes.launchers import inherited_fds
@@ -139,6 +139,7 @@ def _start(
     command = [engine_python(), "-m", "tridecode.backend.supervisor"]
     command += ["--engine-dir", engine_dir, "--runtime-dir", str(folder), "--lock-fd", str(fd)]
     command += ["--server", f"{server.pid}:{server.start}", "--number", str(number)]
+    cores.leave()  # this thread may be one that shares a core; the engine must not
     try:
         process = subprocess.Popen(
             command,

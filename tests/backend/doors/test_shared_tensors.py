@@ -71,6 +71,22 @@ def test_any_order_of_values_gives_the_right_tensors() -> None:
     assert len(outputs._made) <= 64
 
 
+def test_a_key_is_looked_up_instead_of_its_values() -> None:
+    outputs, made = Outputs(TYPES, ("count",)), []
+
+    def counts(value: int) -> dict[str, tuple]:
+        made.append(value)
+        return {"count": ((value,),), "index": (value,)}
+
+    random.seed(6)
+    for _ in range(2000):
+        value = random.choice([1, 2, 3, random.randrange(10**6)])
+        (tensor,) = outputs.shared((0, value), lambda value=value: counts(value))
+        assert tensor.name() == "count" and tensor.as_numpy().tolist() == [[value]]
+    assert len(outputs._shared) <= 64
+    assert made.count(1) < 100  # 500 responses had it
+
+
 def test_a_thread_shares_the_tensors_of_short_texts() -> None:
     first, second = Outputs(TYPES, ()), Outputs(TYPES, ())
     (tensor,) = first.text("text_output", b" the")
