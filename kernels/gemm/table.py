@@ -7,7 +7,7 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemv                      1 or 2 tokens (1 on 9.0), CUDA cores, two weight rows per warp
     gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory
     gemm_mma_tiles            up to 64 tokens, mma.sync and cp.async, split-K likewise; not on 9.0 and later
-    gemm_sm90_data_parallel   1 to 16 tokens, TMA and wgmma, all inputs of a tile in one block
+    gemm_sm90_data_parallel   1 to 64 tokens, TMA and wgmma, all inputs of a tile in one block
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     gemm_sm90_even_split      65 to 256 tokens, likewise, four clusters share each tile's inputs evenly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tridecode.kernels.gemm.plan import LARGE_TOKENS, LEAST_STAGES, Device, Gemm, Plan, at_least, ceil_div
 
-DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
+DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16, 32, 64), (32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 #: tokens of a tile of gemm_sm90_stream_k, by epilogue
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
@@ -273,7 +273,7 @@ def _steps(gemm: Gemm) -> int:
 def data_parallel_plan(gemm: Gemm, device: Device) -> Plan | None:
     """Choose the tile that gives the busiest multiprocessor the fewest weight rows; of equals the largest."""
     tile_tokens = at_least(gemm.tokens, DATA_PARALLEL_TOKENS)
-    if gemm.tokens > tile_tokens or gemm.outputs * gemm.inputs >= LARGE_WEIGHTS or gemm.rotary_size:
+    if gemm.tokens > tile_tokens or gemm.outputs * gemm.inputs >= LARGE_WEIGHTS:
         return None
 
     def busiest(tile: int) -> int:
@@ -281,5 +281,6 @@ def data_parallel_plan(gemm: Gemm, device: Device) -> Plan | None:
 
     tile = min(reversed(DATA_PARALLEL_OUTPUTS), key=busiest)
     # 4 / 16 tokens: 4096 x 1024: 4.5 / 4.5, cuBLAS 5.8 / 5.8; 1024 x 4096: 7.4 / 7.9, cuBLAS 8.1 / 8.5
-    why = "2 to 16 tokens, a weight that cuBLAS does not spread over the device"
-    return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=True)
+    why = "2 to 64 tokens, a weight that cuBLAS does not spread over the device"
+    fuses_heads = gemm.rotary_size == 0  # pairs of a rotation are too far apart for a tile
+    return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=fuses_heads)

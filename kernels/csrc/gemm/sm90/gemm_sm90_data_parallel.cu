@@ -1,4 +1,4 @@
-// out = epilogue(x * weight^T) for 1 to 16 tokens with TMA and wgmma: each block computes whole
+// out = epilogue(x * weight^T) for 1 to 64 tokens with TMA and wgmma: each block computes whole
 // tiles of 32 or 64 weight rows, over all inputs, so that blocks share no sums.
 //
 // A producer warp keeps a ring of TMA loads of weights and x in flight, which fills the shared
@@ -166,7 +166,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
     }
     if (held >= 0 && lane == 0) barrier_arrive(empty + held);
-    if (warp % 4 == 0) {  // it holds the first 16 rows: the tokens
+    const int mine = warp % 4 * 16 + g;  // a warp holds 16 rows: tokens
+    if (warp % 4 * 16 < task.tokens) {
 #pragma unroll
       for (int n = 0; n < ROWS / 32; ++n) {
 #pragma unroll
@@ -174,10 +175,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           float* const to = sums + group * task.tokens * ROWS + n * 32 + j * 8 + 2 * t;
           float* const four = c[n] + 4 * j;
           if (held < 0) four[0] = four[1] = four[2] = four[3] = 0.0f;
-          if (g < task.tokens)
-            *reinterpret_cast<float2*>(to + g * ROWS) = make_float2(four[0], four[1]);
-          if (g + 8 < task.tokens)
-            *reinterpret_cast<float2*>(to + (g + 8) * ROWS) = make_float2(four[2], four[3]);
+          if (mine < task.tokens)
+            *reinterpret_cast<float2*>(to + mine * ROWS) = make_float2(four[0], four[1]);
+          if (mine + 8 < task.tokens)
+            *reinterpret_cast<float2*>(to + (mine + 8) * ROWS) = make_float2(four[2], four[3]);
         }
       }
     }
@@ -218,7 +219,7 @@ int run(const GemmTask& task, void* stream) {
   division.steps = ceil_div(task.inputs, kStageBlocks<ROWS> * kBlockInputs);
   division.x_bytes = task.tile_tokens * 128;
   const int stage_bytes = kStageBytes + kStageBlocks<ROWS> * division.x_bytes;
-  // 1 KiB for alignment; 8 KiB after the last x, whose rows 16 to 63 are read and ignored
+  // 1 KiB for alignment; 8 KiB after the last x, whose rows up to 63 are read and ignored
   const int rest = 1024 + kGroups * task.tokens * ROWS * 4 + 8 * 1024;
   const int room = (device().shared_bytes - 2048 - rest) / stage_bytes;
   division.stages = room < kMaxStages ? room : kMaxStages;
@@ -255,7 +256,8 @@ int tridecode_gemm_sm90_data_parallel(const tridecode_gemm_task* given, void* st
   if (device().capability != 90)
     return fail("gemm_sm90_data_parallel: needs compute capability 9.0");
   if (task.norm_weight || task.tokens > task.tile_tokens ||
-      (task.tile_tokens != 8 && task.tile_tokens != 16))
+      (task.tile_tokens != 8 && task.tile_tokens != 16 && task.tile_tokens != 32 &&
+       task.tile_tokens != 64))
     return fail("gemm_sm90_data_parallel: a norm, or %d tokens in a tile of %d", task.tokens,
                 task.tile_tokens);
   return for_16_bit_dtype(task.dtype, "gemm_sm90_data_parallel", [&](auto zero) {
