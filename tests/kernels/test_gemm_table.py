@@ -67,9 +67,8 @@ def instances(kernel: str) -> set[tuple[str, ...]]:
 
 
 def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
-    mode = {"linear": "kPlain", "swiglu": "kGated", "qkv": "kQkvRotary" if gemm.rotary_size else "kQkv"}[
-        gemm.epilogue
-    ]
+    heads = "kQkvRotary" if gemm.rotary_size else "kQkv"
+    mode = {"linear": "kPlain", "swiglu": "kGated", "qkv": heads if plan.fuses_heads else "kPlain"}[gemm.epilogue]
     at_run_time = "kQkv" if mode == "kQkvRotary" else mode  # one instance, with or without rotation
     if plan.kernel == "gemv":
         return str(gemm.tokens), at_run_time
@@ -135,8 +134,9 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         ("llama-3-8b", "up", 257, "gemm_library", (0, 0), 0),
         ("bloom-560m", "up", 1, "gemm_mma", (16, 8), 1),
         ("bloom-560m", "up", 2, "gemm_sm90_data_parallel", (32, 8), 0),
-        ("bloom-560m", "up", 17, "gemm_library", (0, 0), 0),
-        ("smollm2-135m", "qkv", 3, "gemm_library", (0, 0), 0),
+        ("bloom-560m", "up", 17, "gemm_sm90_data_parallel", (32, 32), 0),
+        ("bloom-560m", "up", 65, "gemm_library", (0, 0), 0),
+        ("smollm2-135m", "qkv", 3, "gemm_sm90_data_parallel", (32, 8), 0),
         ("gpt2", "head", 1, "gemm_sm90_stream_k", (256, 16), 0),
     ],
 )
