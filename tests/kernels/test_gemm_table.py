@@ -67,8 +67,8 @@ def instances(kernel: str) -> set[tuple[str, ...]]:
 
 
 def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
-    heads = "kQkvRotary" if gemm.rotary_size else "kQkv"
-    mode = {"linear": "kPlain", "swiglu": "kGated", "qkv": heads if plan.fuses_heads else "kPlain"}[gemm.epilogue]
+    heads = ("kQkvRotary" if gemm.rotary_size else "kQkv") if plan.fuses_heads else "kPlain"
+    mode = {"linear": "kPlain", "swiglu": "kGated", "qkv": heads}[gemm.epilogue]
     at_run_time = "kQkv" if mode == "kQkvRotary" else mode  # one instance, with or without rotation
     if plan.kernel == "gemv":
         return str(gemm.tokens), at_run_time
