@@ -20,6 +20,8 @@ HEADS = [(71, 1, 64), (48, 1, 128), (17, 1, 64), (36, 2, 128), (128, 1, 64), (12
 CONTEXTS = [[1], [64], [65, 1], [0, 700, 40, 63], [129] * 5]
 #: more parts, and more rows than blocks at once
 LONGER = [[0, 3000, 40, 63], [544] * 5, [290 + i for i in range(64)], [130] * 300]
+#: rows and tokens for clusters of eight, four and two blocks, one block, and several clusters of a row
+DIVIDED = [(1, 544), (33, 577), (34, 577), (66, 200), (67, 200), (132, 130), (133, 130), (1, 2049), (3, 4000)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -89,3 +91,40 @@ def test_a_graph_follows_the_lengths(cuda_place: Place):
                 continue
             k, v = (x[:, :context] for x in kv[row])
             assert_close("attention", out[row : row + 1], attend(q[row : row + 1], k, v, heads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["rising", "falling", "one", "no"])
+@pytest.mark.parametrize("shape", DIVIDED, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize("heads", [(71, 1, 64), (36, 2, 128)])
+def test_parts_with_different_maxima_add_up(cuda_place: Place, heads, shape, pattern: str):
+    """The first dim adds a number per 64 keys to each score: up to 40 per part, or minus infinity in all parts
+    but one, or in no part but one."""
+    place, (rows, context) = cuda_place, shape
+    rows = max(1, rows // heads[1])
+    held = make_heads(place, *heads)
+    batch = make_batch(place, [context] * rows, [1] * rows, 64)
+    cache = make_cache(place, batch, held, 64, torch.bfloat16)
+    tiles = -(-context // 64)
+    lone = tiles // 2
+    for tile in range(tiles):
+        added = {
+            "rising": 40.0 * tile / tiles,
+            "falling": -40.0 * tile / tiles,
+            "one": 0.0 if tile == lone else -torch.inf,
+            "no": -torch.inf if tile == lone else 0.0,
+        }[pattern]
+        blocks = batch.block_tables[:, tile].long()
+        cache.blocks[blocks, 0, :, :, 0] = added / held.scale
+    qkv = place.normal(rows, held.qkv_size, dtype=torch.bfloat16)
+    q = qkv[:, : heads[0] * heads[2]].unflatten(1, heads[::2])
+    q[:, :, 0] = 1.0
+    seen = {row: context_of(cache, batch, row) for row in range(0, rows, 8)}
+    out = place.poison(rows, heads[0] * heads[2], dtype=torch.bfloat16)
+    for _ in range(2):  # the second launch finds the counters that the first one left
+        out.fill_(float("nan"))
+        place.settle()
+        place.ops.decode_attention(qkv, held, batch, cache, out=out)
+        for row, (k, v) in seen.items():
+            assert_close("attention", out[row : row + 1], attend(q[row : row + 1], k, v, held))
+        assert torch.isfinite(out).all()
