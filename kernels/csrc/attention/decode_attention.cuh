@@ -250,6 +250,19 @@ bool more_warps(const Grid& three_pieces, const Grid& four_pieces, int items) {
   return busy(three_pieces, items) > 1.1 * busy(four_pieces, items);
 }
 
+// Pieces of the longest ring. Heads of 256 over an 8-bit cache have rings of three pieces, which
+// leave room for a second block.
+template <int D, bool EXACT>
+constexpr int kMostPieces = D > 160 && !EXACT ? 3 : 4;
+
+// Return whether to launch two blocks per SM with 3-stage rings for heads of 256, instead of one
+// with 4-stage rings: a block waits while it adds up an item and starts the next one. One block
+// wins if it divides an item among teams, or reads at the roof.
+template <int D, bool EXACT>
+bool two_blocks(const Grid& four_pieces, int items) {
+  return D > 160 && EXACT && four_pieces.few && items > four_pieces.blocks;
+}
+
 int prefix_bytes(const Task& task) {
   return (std::max(task.num_rows, kRowsOfWarp) + 1) * int(sizeof(int));
 }
@@ -302,7 +315,7 @@ int run(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
   using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
   using ThreePieces = Copies<X, C, D, 3>;
-  using FourPieces = Copies<X, C, D, 4>;
+  using FourPieces = Copies<X, C, D, kMostPieces<D, kExact>>;
   const int items = task.num_rows * task.kv_heads * task.groups;
   if (items > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
@@ -322,6 +335,9 @@ int run(const Task& task, void* stream) {
     if constexpr (D <= 128)
       if (more_warps<kExact>(three, four, items) && takes<ThreePieces>(task))
         return run_source<X, C, D, ThreePieces>(task, three, stream);
+    if constexpr (D > 160)
+      if (two_blocks<D, kExact>(four, items) && takes<ThreePieces>(task))
+        return run_source<X, C, D, ThreePieces>(task, three, stream);
     if (takes<FourPieces>(task)) return run_source<X, C, D, FourPieces>(task, four, stream);
   }
   return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
@@ -334,7 +350,8 @@ template <typename X, typename C, int D, Mode MODE>
 int run_several(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
   using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
-  using Ring = Copies<X, C, D, 4>;
+  using Ring = Copies<X, C, D, kMostPieces<D, kExact>>;
+  using ThreePieces = Copies<X, C, D, 3>;
   const int items = task.num_rows * task.kv_heads * task.groups;
   if (items > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads and %d passes need more than %d counters",
@@ -343,6 +360,11 @@ int run_several(const Task& task, void* stream) {
     const Clusters clusters = task.max_query > 1 ? Clusters{} : clusters_of(task);
     if (clusters.blocks) return launch_clusters<X, C, D, ByLoads, kLimited>(task, clusters, stream);
   }
+  if constexpr (D > 160 && MODE == kLimited)
+    if (task.num_rows > 2 && two_blocks<D, kExact>(grid_of<kExact, Ring>(items), items) &&
+        takes<ThreePieces>(task))
+      return run_source<X, C, D, ThreePieces, MODE>(task, grid_of<kExact, ThreePieces>(items),
+                                                    stream);
   if constexpr (D == 64 || D == 128 || MODE == kLimited)
     if (task.num_rows > 2 && takes<Ring>(task))
       return run_source<X, C, D, Ring, MODE>(task, grid_of<kExact, Ring>(items), stream);

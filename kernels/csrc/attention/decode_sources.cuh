@@ -128,7 +128,7 @@ struct Copies {
   static constexpr bool kRing = true;
   static constexpr int kSpan = kExact ? 1 : 2;
   static constexpr int kKeysAhead = (PIECES + 1) / 2, kValuesAhead = PIECES / 2;
-  static constexpr int kResident = D > 160 ? 1 : D > 128 ? 2 : 7 - PIECES;
+  static constexpr int kResident = D > 160 ? 5 - PIECES : D > 128 ? 2 : 7 - PIECES;
   static constexpr int kTileBytes = kTile * D * int(sizeof(C));
   static constexpr int kTileScales = kExact ? 0 : kTile * int(sizeof(float));  // bytes
   static constexpr int kScales = kSpan * kTileBytes;  // offset of the scales in a piece
