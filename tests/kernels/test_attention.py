@@ -60,6 +60,15 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: li
     decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 20, 70, 140])
+def test_any_number_of_rows_has_heads_of_256(cuda_place: Place, rows: int, dtype: torch.dtype):
+    """One block per multiprocessor on a card of 132, two with 20 and 70 rows, and teams of a warp with 140."""
+    contexts = [1 + 53 * i % 310 + (900 if i % 30 == 7 else 0) for i in range(rows)]
+    decode_and_compare(cuda_place, (16, 8, 256), contexts, 32, False, dtype)
+
+
 @pytest.mark.parametrize("size", [64, 80, 96, 112, 128])
 @pytest.mark.parametrize("contexts", [[1], [16], [513, 1], [2049], [0, 3000, 40]])
 def test_few_rows_decode_with_room_for_long_contexts(place: Place, contexts: list[int], size: int):

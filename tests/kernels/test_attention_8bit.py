@@ -143,6 +143,14 @@ def test_teams_divide_a_step_in_every_way(cuda_place: Place, contexts: list[int]
 
 
 @pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("rows", [3, 20, 70, 140])
+def test_any_number_of_rows_has_heads_of_256(cuda_place: Place, rows: int, format: str):
+    contexts = [1 + 53 * i % 310 + (900 if i % 30 == 7 else 0) for i in range(rows)]
+    decode_and_compare(cuda_place, (16, 8, 256), contexts, 32, False, torch.bfloat16, format)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("format", ["", *CACHE_FORMATS])
 @pytest.mark.parametrize(
     "contexts", [[300] * 40, [40] * 150 + [6000], UNEVEN], ids=["alike", "long", "uneven"]

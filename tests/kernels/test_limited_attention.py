@@ -117,6 +117,16 @@ def test_many_rows_see_their_windows(cuda_place: Place, heads, format: str):
     decode_and_compare(cuda_place, heads, rows, limits, format=format, block_tokens=32)
 
 
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("rows", [3, 20, 70, 140])
+def test_any_number_of_rows_has_heads_of_256(cuda_place: Place, rows: int, format: str):
+    """Gemma's heads with one block per multiprocessor, with two, and with teams of a warp."""
+    lengths = [(1 + 53 * i % 310 + (900 if i % 30 == 7 else 0), 1) for i in range(rows)]
+    limits = {"window": 512, "softcap": 50.0}
+    decode_and_compare(cuda_place, (16, 8, 256), lengths, limits, format=format, block_tokens=32)
+
+
 @FORMATS
 @pytest.mark.parametrize("window", [1, 5, 16, 40, 300])
 @pytest.mark.parametrize("heads", [(8, 2, 128), (4, 1, 256), (6, 6, 64), (4, 2, 80)])
