@@ -64,7 +64,7 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: li
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [3, 20, 70, 140])
 def test_any_number_of_rows_has_heads_of_256(cuda_place: Place, rows: int, dtype: torch.dtype):
-    """One block per multiprocessor on a card of 132, two with 20 and 70 rows, and teams of a warp with 140."""
+    """One block per multiprocessor of 132, two with 20 and 70 rows, and teams of a warp with 140."""
     contexts = [1 + 53 * i % 310 + (900 if i % 30 == 7 else 0) for i in range(rows)]
     decode_and_compare(cuda_place, (16, 8, 256), contexts, 32, False, dtype)
 

@@ -62,19 +62,36 @@ __global__ void __launch_bounds__(32 * kWideWarps)
   const int begin = share.begin, end = share.end;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int* const table = task.block_tables + row * task.table_stride;
-  const int64_t to_value = value_offset(task.kv_heads, task.block_tokens, D);
+  const int places = blockDim.x / kPieces;  // of a tile that are loaded at once
+
+  // x / block_tokens as a product; exact for x * block_tokens < 2^32
+  const unsigned int inverse = 0xffffffffu / unsigned(task.block_tokens) + 1;
   auto load_tile = [&](int tile) {
     X* const keys = tiles + tile % kStages * 2 * L::kTileNumbers;
-    X* const values = keys + L::kTileNumbers;
-    for (int i = threadIdx.x; i < kKeys * kPieces; i += blockDim.x) {
-      const int place = i / kPieces, d = i % kPieces * 8, token = tile * kKeys + place;
-      const bool valid = token < context;
-      const int seen = valid ? token : 0;
-      const int64_t at = cache_row(table[seen / task.block_tokens], 0, kv_head,
-                                   seen % task.block_tokens, task.kv_heads, task.block_tokens);
-      const X* const from = static_cast<const X*>(task.cache) + at * D + d;
-      copy16_async(keys + place * L::kPitch + d, from, valid);
-      copy16_async(values + place * L::kPitch + d, from + to_value, valid);
+    const int d = threadIdx.x % kPieces * 8;
+    // the ids of several blocks are loaded before the first copy that needs one
+    constexpr int kAtOnce = 4;
+    for (int first = threadIdx.x / kPieces; first < kKeys; first += kAtOnce * places) {
+      unsigned rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = min(tile * kKeys + first + i * places, context - 1);
+        const int block = int(__umulhi(unsigned(token), inverse));
+        rows[i] = unsigned(cache_row(table[block], 0, kv_head, token - block * task.block_tokens,
+                                     task.kv_heads, task.block_tokens));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int place = first + i * places;
+        if (place >= kKeys) break;
+        const int64_t at = rows[i];
+        const X* const from = static_cast<const X*>(task.cache) + at * D + d;
+        X* const to = keys + place * L::kPitch + d;
+        const bool valid = tile * kKeys + place < context;
+        copy16_async(to, from, valid);
+        copy16_async(to + L::kTileNumbers, from + unsigned(task.kv_heads * task.block_tokens * D),
+                     valid);
+      }
     }
     commit_copies();
   };
@@ -175,7 +192,10 @@ __global__ void __launch_bounds__(32 * kWideWarps)
 template <typename X, int D>
 int run_size_wide(const Task& task, void* stream) {
   static_assert(16 * kWideWarps * kResultFloats<D> * sizeof(float) <= WideLayout<D>::kBytes);
-  const int items = task.num_rows * task.kv_heads, room = 2 * device().multiprocessors;
+  const int items = task.num_rows * task.kv_heads;
+  // Blocks that are resident at once. Three with heads of 64 fit on a multiprocessor, two with
+  // heads of 128; clusters do not fill these: an H200 holds 30 of eight blocks, or 62 of four.
+  const int room = (D == 64 ? 16 : 15) * device().multiprocessors / 8;
   int blocks = device().capability >= 90 ? kMostClusterBlocks : 1;
   while (blocks > 1 && items * blocks > room) blocks /= 2;
   if (items * blocks > task.num_counters)
@@ -197,7 +217,7 @@ bool takes_wide(const tridecode_attention_task& task) {
   return task.dtype != kFloat32 && group > 2 * kGroup && group <= 16 * kWideWarps &&
          (task.head_size == 64 || task.head_size == 128) && device().capability >= 80 &&
          task.scratch && aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
-         task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
+         task.block_tokens % kTile == 0 && task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
 }
 
 int run_wide(const tridecode_attention_task& given, void* stream) {
