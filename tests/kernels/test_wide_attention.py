@@ -98,8 +98,8 @@ def test_a_graph_follows_the_lengths(cuda_place: Place):
 @pytest.mark.parametrize("shape", DIVIDED, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("heads", [(71, 1, 64), (36, 2, 128)])
 def test_parts_with_different_maxima_add_up(cuda_place: Place, heads, shape, pattern: str):
-    """The first dim adds a number to the scores of each 64 keys: up to 40 either way, or minus infinity in all
-    but one of them, or in one alone."""
+    """The first dim adds a number to the scores of each 64 keys: up to 40 either way, or minus infinity in
+    all but one of them, or in one alone."""
     place, (rows, context) = cuda_place, shape
     rows = max(1, rows // heads[1])
     held = make_heads(place, *heads)
