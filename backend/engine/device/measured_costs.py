@@ -20,6 +20,8 @@ log = logging.getLogger("tridecode.engine")
 _RUNS = {"cuda": 5, "cpu": 3}
 #: rows that are measured on a CPU, whose steps take long
 _CPU_ROWS = (1, 4, 16)
+#: maximum tokens per row for which every number of drafts of a planned drafter is measured
+_MOST_TOKENS = 8
 
 
 def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
@@ -32,11 +34,7 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     device = engine.device.type
     if device not in _RUNS:
         return None
-    shapes = [shape for shape in query_shapes(engine.config.slots, most_queries) if shape[1] > 1]
-    if device == "cpu":
-        shapes = [shape for shape in shapes if shape[0] in _CPU_ROWS]
-    elif engine.query_graphs is not None:
-        shapes = [shape for shape in shapes if shape in engine.query_graphs.shapes]
+    shapes = _shapes(engine, most_queries)
     plain = {rows: _seconds(engine, decode_plan(rows)) for rows in sorted({rows for rows, _ in shapes})}
     several = {shape: _seconds(engine, empty_rows(*shape), shape[1] - 1) for shape in shapes}
     for (rows, queries), seconds in several.items():
@@ -46,6 +44,26 @@ def measured_costs(engine: Engine, most_queries: int) -> StepCosts | None:
     if engine.drafter is not None and engine.drafter.is_planned and engine.drafter.looks_up:
         searched = {shape: _seconds(engine, empty_rows(*shape)) for shape in shapes}
     return StepCosts(plain, several, searched)
+
+
+def _shapes(engine: Engine, most_queries: int) -> list[tuple[int, int]]:
+    """Return the (rows, tokens per row) to measure. A planned drafter needs time for each draft, so that
+    numbers of tokens between those of graphs count, too."""
+    padded = [shape for shape in query_shapes(engine.config.slots, most_queries) if shape[1] > 1]
+    if engine.device.type == "cpu":
+        return [shape for shape in padded if shape[0] in _CPU_ROWS]
+    graphs = engine.query_graphs
+    if graphs is None:
+        return padded
+    drafter = engine.drafter
+    if drafter is None or not drafter.is_planned:
+        return [shape for shape in padded if shape in graphs.shapes]
+    rows = sorted({rows for rows, _ in padded})
+    counts = range(2, min(most_queries, drafter.most_planned + 1, _MOST_TOKENS) + 1)
+    found = {(size, count) for size in rows for count in counts if graphs.has(size, count)}
+    if drafter.looks_up or most_queries > _MOST_TOKENS:
+        found.update(shape for shape in padded if shape in graphs.shapes)
+    return sorted(found)
 
 
 def _seconds(engine: Engine, plan: StepPlan, drafts: int = 0) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tridecode.backend.engine.speculation.records import (
     FIRST_CHANCES,
@@ -20,16 +21,25 @@ from tridecode.backend.engine.speculation.records import (
 from tridecode.backend.engine.speculation.step_times import StepTimes
 
 #: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
-_OWN_WEIGHT, _SHARED_WEIGHT = 0.15, 0.02
-#: share by which a chance moves back to its initial value in a step without planned drafts
-_RECOVERY = 1 / 4096
+_OWN_WEIGHT, _SHARED_WEIGHT = 0.1, 0.02
+#: number of results for which the initial chance of a kind counts: its first results have more weight
+_FIRST_RESULTS = 8
 #: share by which the chance of one sequence moves back to that of all sequences in a step in which it could
 #: have planned drafts and gets none
-_OWN_RECOVERY = 1 / 64
+_OWN_RECOVERY = 1 / 4
 #: a width must promise this many times the tokens per second of a plain step: costs vary from step to step
 _LEAST_GAIN = 1.03
 #: a chance at most this high: a draft behind many accepted ones is never certain
 _MOST_CHANCE = 0.98
+
+
+class Widths(NamedTuple):
+    """The widths of a step. padded: its rows. plain: seconds of a step without drafts. several: each width
+    with drafts, and its seconds; []: the step can have no drafts."""
+
+    padded: int
+    plain: float
+    several: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -43,24 +53,26 @@ class StepCosts:
     several: Mapping[tuple[int, int], float]
     searched: Mapping[tuple[int, int], float] | None = None
 
-    def widths(self, rows: int, searched: bool = False) -> tuple[float, list[tuple[int, float]]]:
-        """Return the seconds of a plain step of `rows` rows, and each width that it can have with its
-        seconds; (0.0, []) if it can have none. searched: whether the drafts are those of a search."""
+    def widths(self, rows: int, searched: bool = False) -> Widths:
+        """Return the widths of a step of `rows` rows. searched: whether the drafts are those of a search."""
         sizes = sorted({size for size, _ in self.several})
         place = bisect_left(sizes, rows)
         plains = sorted(self.plain)
         plain = bisect_left(plains, rows)
         if place == len(sizes) or plain == len(plains):
-            return 0.0, []
+            return Widths(rows, 0.0, [])
         padded = sizes[place]
         costs = self.searched if searched and self.searched is not None else self.several
         found = [(width, cost) for (size, width), cost in costs.items() if size == padded]
-        return self.plain[plains[plain]], sorted(width for width in found if width[0] > 1)
+        return Widths(padded, self.plain[plains[plain]], sorted(width for width in found if width[0] > 1))
 
 
 @dataclass
 class DepthPolicy:
     """Learns the chances of drafts, and chooses the width of steps.
+
+    A sequence that gets no drafts soon has the chance of all sequences again: a draft costs little, and the
+    text may have changed. Chances and times with which no sequence gets drafts are forgotten after a while.
 
     costs: None: a row with a match gets all drafts that it may have. most: drafts per row (max_draft_tokens).
     times: what steps take in service.
@@ -70,11 +82,12 @@ class DepthPolicy:
     most: int
     times: StepTimes = field(default_factory=StepTimes)
     _shared: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
-    _widths: dict[tuple[int, bool], tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
+    _results: list[int] = field(default_factory=lambda: [_FIRST_RESULTS] * len(FIRST_CHANCES))
+    _widths: dict[tuple[int, bool], Widths] = field(default_factory=dict)
 
     def may_widen(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
-        return self.costs is None or bool(self._widths_of(rows)[1])
+        return self.costs is None or bool(self._widths_of(rows).several)
 
     def choose(
         self,
@@ -94,15 +107,21 @@ class DepthPolicy:
         mosts = [most if chance > 0 else 0 for most, chance in zip(mosts, chances)]
         if self.costs is None or not any(mosts):
             return mosts
-        plain, widths = self._widths_of(len(records), searched)
+        padded, plain, widths = self._widths_of(len(records), searched)
         if not widths:
             return [0] * len(mosts)
-        best, best_width = _LEAST_GAIN * len(mosts) / plain, 1
+        seconds = self.times.seconds
+        best, best_width = _LEAST_GAIN * len(mosts) / seconds((padded, 1), plain), 1
+        expected, drafts, powers = float(len(mosts)), 0, [1.0] * len(mosts)
         for width, cost in widths:
-            expected = len(mosts) + sum(
-                _expected(chance, min(most, width - 1)) for chance, most in zip(chances, mosts) if most
-            )
-            rate = expected / (cost * self.times.overhead + mask_s * (width - 1))
+            while drafts < width - 1:  # the draft is accepted if all before it are, too
+                drafts += 1
+                powers = [
+                    power * chance if most >= drafts else 0.0
+                    for power, chance, most in zip(powers, chances, mosts)
+                ]
+                expected += sum(powers)
+            rate = expected / (seconds((padded, width), cost) + mask_s * (width - 1))
             if rate > best:
                 best, best_width = rate, width
         return [min(most, best_width - 1) for most in mosts]
@@ -112,10 +131,13 @@ class DepthPolicy:
         row. now: seconds."""
         if self.costs is None:
             return
-        plain, widths = self._widths_of(rows) if rows else (0.0, [])
-        sizes = [(1, plain), *widths] if plain else []
+        found = self._widths_of(rows)
+        sizes = [(1, found.plain), *found.several] if rows and found.plain else []
         padded = next((one for one in sizes if one[0] >= width), None)
-        self.times.take(None if padded is None else (rows, padded[0]), now, padded[1] if padded else 0.0)
+        if padded is None:
+            self.times.take(rows, None, now, 0.0)
+        else:
+            self.times.take(rows, (found.padded, padded[0]), now, padded[1])
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""
@@ -135,13 +157,16 @@ class DepthPolicy:
             record.chance = self._shared[place]
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             record.chance += _OWN_WEIGHT * (right - record.chance)
-            self._shared[place] += _SHARED_WEIGHT * (right - self._shared[place])
+            weight = max(_SHARED_WEIGHT, 1 / (self._results[place] + 1))
+            self._results[place] += 1
+            self._shared[place] += weight * (right - self._shared[place])
 
-    def recover(self, source: int) -> None:
-        """Move the shared chance of a planned drafter towards its initial value, in a step without its
-        drafts, so that drafts that were not worth their time are tried again after some thousand steps."""
+    def forget(self, source: int) -> None:
+        """Forget the chance of a planned drafter and the times of steps with drafts, so that drafts that were
+        not worth their time are tried again."""
         kind = DraftRecord(source=source).kind
-        self._shared[kind] += _RECOVERY * (FIRST_CHANCES[kind] - self._shared[kind])
+        self._shared[kind], self._results[kind] = FIRST_CHANCES[kind], _FIRST_RESULTS
+        self.times.forget()
 
     def rest(self, record: DraftRecord) -> None:
         """Move the chance of a sequence towards that of all sequences, in a step in which it could have
@@ -156,14 +181,9 @@ class DepthPolicy:
         lengths = (2 ** (kind - 1) for kind in range(2, SEARCHES) if self._shared[kind] >= chance)
         return next(lengths, NEVER)
 
-    def _widths_of(self, rows: int, searched: bool = False) -> tuple[float, list[tuple[int, float]]]:
+    def _widths_of(self, rows: int, searched: bool = False) -> Widths:
         found = self._widths.get((rows, searched))
         if found is None:
             assert self.costs is not None
             found = self._widths[rows, searched] = self.costs.widths(rows, searched)
         return found
-
-
-def _expected(chance: float, drafts: int) -> float:
-    """Return the expected number of accepted drafts of a row: chance + chance^2 + ... ."""
-    return chance * (1 - chance**drafts) / (1 - chance) if chance < 1 else float(drafts)

@@ -17,6 +17,9 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 #: steps for which a drafter with a cache continues although drafts are not worth their time
 _PATIENCE = 8
+#: steps without drafts after which planned drafts are tried again; each failed try doubles it. A try has
+#: succeeded after as many steps with drafts
+_LEAST_REST, _MOST_REST = 64, 4096
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Learning:
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     _idle_steps: int = 0
+    _busy_steps: int = 0  # since the planned drafter was tried again
+    _rest: int = _LEAST_REST
     #: whether a row of the newest result with a search has found a match
     _has_match: bool = False
 
@@ -105,9 +110,14 @@ class Learning:
                     self.policy.rest(record.planned or record)
         if any(counts):
             self._idle_steps = 0
+            self._busy_steps += 1
+            if self._busy_steps >= _LEAST_REST:
+                self._rest = _LEAST_REST
             return counts
         self._idle_steps += 1
-        self.policy.recover(self.planned)
+        if self._idle_steps % self._rest == 0:
+            self._rest, self._busy_steps = min(2 * self._rest, _MOST_REST), 0
+            self.policy.forget(self.planned)
         return counts
 
     def promises(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:

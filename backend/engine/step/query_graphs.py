@@ -59,6 +59,10 @@ class QueryGraphs:
         """Return the (rows, queries) of the graphs."""
         return set(self._graphs)
 
+    def has(self, rows: int, queries: int) -> bool:
+        """Return whether there is a graph for `rows` rows of `queries` tokens, with padding."""
+        return (_least(ROWS, rows), _least(QUERIES, queries)) in self._graphs
+
     def replay(self, plan: StepPlan) -> bool:
         """Run a plan of decode rows without slot starts that verifies; return False if no graph fits."""
         if plan.num_decodes != plan.num_rows or plan.starts:

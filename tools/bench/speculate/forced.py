@@ -29,16 +29,20 @@ class ForcedDrafts(DeviceDrafter):
         right: int,
         answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     ):
-        self._drafter, self._right, self.is_planned = drafter, right, drafter.is_planned
+        self._drafter, self.is_planned = drafter, drafter.is_planned
         self.source, self.most_drafts = drafter.source, drafter.most_drafts
         self.keeps_cache = drafter.keeps_cache
-        self._vocab_size, self._device = engine.model_config.vocab_size, engine.device
         self._rows = {tuple(prompt): row for row, (prompt, _) in enumerate(answers)}
-        longest = max(len(answer) for _, answer in answers) + MOST_DRAFTS
-        tokens = [[*answer, *[0] * (longest - len(answer))] for _, answer in answers]
-        self._answers = torch.tensor(tokens, dtype=torch.int32, device=self._device)
-        self._of_slot = torch.zeros(engine.config.slots, dtype=torch.int64, device=self._device)
-        self._places = torch.arange(MOST_DRAFTS, device=self._device)
+        longest = max(len(answer) for _, answer in answers) + 1
+        tokens = [[*answer, *[0] * (longest + MOST_DRAFTS - len(answer))] for _, answer in answers]
+        following = torch.tensor(tokens, dtype=torch.int32).unfold(1, MOST_DRAFTS, 1)[:, :longest]
+        is_right = torch.arange(MOST_DRAFTS) < right
+        drafts = torch.where(is_right, following, (following + 1) % engine.model_config.vocab_size)
+        #: drafts behind each number of generated tokens, of one answer after the other
+        self._drafts = drafts.reshape(-1, MOST_DRAFTS).to(engine.device)
+        self._longest = longest
+        #: place of each slot's answer in _drafts
+        self._firsts = torch.zeros(engine.config.slots, dtype=torch.int64, device=engine.device)
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
         self._drafter.follow(batch, hidden)
@@ -48,12 +52,11 @@ class ForcedDrafts(DeviceDrafter):
         """DeviceDrafter.propose; the match is reported as a long one, so that every row has drafts."""
         state = step.state
         for start in step.plan.starts:
-            self._of_slot[start.slot] = self._rows[tuple(start.history.tolist())]
+            self._firsts[start.slot] = self._rows[tuple(start.history.tolist())] * self._longest
         found = self._drafter.propose(step)
-        generated = state.column("generated").long()[:, None] + self._places
-        drafts = self._answers[self._of_slot[:, None], generated.clamp(max=self._answers.shape[1] - 1)]
-        wrong = (drafts + 1) % self._vocab_size
-        state.drafts.copy_(torch.where(self._places < self._right, drafts, wrong))
+        # few and small kernels: they stand between two steps
+        places = (self._firsts + state.column("generated")).clamp_(max=len(self._drafts) - 1)
+        torch.index_select(self._drafts, 0, places, out=state.drafts)
         if found is None:
             return None
         rows = found[0]
