@@ -108,6 +108,8 @@ class Engine:
                 return self._without_rows(parts)
         x = self.state.work.hidden[: plan.num_tokens]  # without the rows that pad a graph's batch
         self.ranks.receive(x)
+        if self.drafter is not None:
+            self.drafter.begin(plan)
         if not self._replay(plan, parts):
             self.run(self.buffers.load(plan), plan, parts)
         self.ranks.send(x)
@@ -129,12 +131,15 @@ class Engine:
 
     def _pending(self, plan: StepPlan, parts: list[PartRun[Any]]) -> Pending:
         """Start the copies of a step's results, all of whose rows are sampled."""
-        tokens, log_probs, accepted = self.sampler.fetch(plan)
+        is_alone = self.ranks.num_stages == 1
+        fetched = None if is_alone else self.sampler.fetch(plan)  # other stages propose with the tokens
         if parts:
             with torch.inference_mode():
                 for part in parts:
                     part.after_sampling(self.sampler.tokens[: plan.num_samples])
         found = None if self.drafter is None else self.drafter.propose(self._sampled(plan))
+        # behind the drafts: copies between kernels keep these apart
+        tokens, log_probs, accepted = fetched or self.sampler.fetch(plan)
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         return Pending(
             self.ranks,

@@ -10,6 +10,7 @@ import torch
 from tridecode.backend.engine.device.drafters.drafter import DeviceDrafter, SampledStep
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.pending import Found
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.draft_history import OWN
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import MOST_DRAFTS
@@ -43,6 +44,9 @@ class ForcedDrafts(DeviceDrafter):
         self._longest = longest
         #: place of each slot's answer in _drafts
         self._firsts = torch.zeros(engine.config.slots, dtype=torch.int64, device=engine.device)
+
+    def begin(self, plan: StepPlan) -> None:
+        self._drafter.begin(plan)
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
         self._drafter.follow(batch, hidden)

@@ -13,6 +13,7 @@ from tridecode.backend.engine.device.drafters.lookup import LookupDrafter
 from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.sampling import on_device
 from tridecode.backend.engine.parts.drafting import Drafting
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.draft_history import MATCHED
 from tridecode.kernels.operands import Batch
 
@@ -33,6 +34,9 @@ class CombinedDrafter(DeviceDrafter):
         self.source, self.keeps_cache = planned.source, planned.keeps_cache
         self.most_planned, self.weights = planned.most_drafts, planned.weights
         self.reads_rows = planned.reads_rows = planned.keeps_cache
+
+    def begin(self, plan: StepPlan) -> None:
+        self.planned.begin(plan)
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
         self.planned.follow(batch, hidden)

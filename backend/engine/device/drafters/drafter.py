@@ -48,10 +48,10 @@ class SampledStep:
 class DeviceDrafter:
     """Proposes tokens on the device of each rank, for a scheduler whose Drafter leaves their ids to it.
 
-    Base class: a drafter overrides what it needs. `follow` and `propose` run on every rank for each step, in
-    this order, on the stream of the step; neither may wait for the device. Cache layers of its own belong in
-    DeviceState.draft_layers: they are further layers of the target's blocks, so that forks, prefix hits,
-    sessions and the host tier carry them.
+    Base class: a drafter overrides what it needs. `begin`, `follow` and `propose` run on every rank for each
+    step, in this order, on the stream of the step; none may wait for the device. Cache layers of its own
+    belong in DeviceState.draft_layers: they are further layers of the target's blocks, so that forks, prefix
+    hits, sessions and the host tier carry them.
 
     When proposals are made: a step whose plan has the part Drafting wants `count` drafts behind the newest
     token of each of its `rows`, written to state.drafts[slot, :count]. The blocks of these rows hold count
@@ -76,6 +76,10 @@ class DeviceDrafter:
     most_planned = MOST_QUERIES - 1
     #: a trained drafter's tensors, for the memory plan
     weights: object = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Send what `propose` needs of the plan, before the step is launched: a transfer between two kernels
+        takes longer than one beside that of the plan."""
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.

@@ -109,16 +109,19 @@ class HeadsDrafter(DeviceDrafter):
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.replayed = 0
 
+    def begin(self, plan: StepPlan) -> None:
+        part = plan.part(Drafting)
+        if part is not None:
+            self._send(plan, part, self._padded_rows(len(part.rows), self._count(part)))
+
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:
         part = step.plan.part(Drafting)
         if part is None:
             return None
-        count = min(part.count, self.weights.depth)
+        count = self._count(part)
         self._draws.take_counts(step.plan.slots[part.rows])
-        padded = self._padded_rows(len(part.rows), count)
-        self._send(step.plan, part, padded)
-        self._run(padded, count)
+        self._run(self._padded_rows(len(part.rows), count), count)
         return self.masked_drafts(step)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
@@ -142,6 +145,9 @@ class HeadsDrafter(DeviceDrafter):
         padded = self._padded_rows(rows, count)
         self._send_empty(padded)
         self._run(padded, count)
+
+    def _count(self, part: Drafting) -> int:
+        return min(part.count, self.weights.depth)
 
     def _padded_rows(self, rows: int, count: int) -> int:
         """Return the rows of the graph for `rows` rows of `count` drafts, or `rows` if there is none."""

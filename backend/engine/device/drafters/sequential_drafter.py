@@ -21,6 +21,7 @@ from tridecode.backend.engine.parts.draft_reads import DraftReads
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.ranks.vocab_share import mask_padding
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.query_graphs import ROWS
 from tridecode.kernels.operands import Batch
 
@@ -92,6 +93,11 @@ class SequentialDrafter(DeviceDrafter):
         torch.clamp(batch.token_ids, 0, self._state.model_config.vocab_size - 1, out=ids)
         return replace(batch, token_ids=ids, memo={})
 
+    def begin(self, plan: StepPlan) -> None:
+        part = plan.part(Drafting)
+        if part is not None and plan.num_decodes == plan.num_rows:
+            self._send(plan, part, 0)
+
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:
         missed, part = step.plan.part(DraftReads), step.plan.part(Drafting)
@@ -103,13 +109,18 @@ class SequentialDrafter(DeviceDrafter):
         if not self._graphs:
             self._step_ids = step.batch.token_ids
         assert self._step_ids.data_ptr() == step.batch.token_ids.data_ptr()
-        slots, masked = plan.slots[rows], plan.slots[part.masked]
-        self._draws.take_counts(slots)
-        padded = self._padded(len(rows))
-        places = self._places(step, rows)
-        self._inputs.send(slots, plan.block_tables[rows], padded, places, masked, self._sampler.kept_all)
-        self._run(padded, part.count)
+        if plan.num_decodes < plan.num_rows:
+            self._send(plan, part, step.batch.decode_tokens - int(plan.query_starts[plan.num_decodes]))
+        self._draws.take_counts(plan.slots[rows])
+        self._run(self._padded(len(rows)), part.count)
         return self.masked_drafts(step)
+
+    def _send(self, plan: StepPlan, part: Drafting, gap: int) -> None:
+        """Send the inputs of the rows of a part. gap: padding of the step's batch before its prompts."""
+        rows, kept_all = part.rows, self._sampler.kept_all
+        places, masked = self._places(plan, rows, gap), plan.slots[part.masked]
+        padded = self._padded(len(rows))
+        self._inputs.send(plan.slots[rows], plan.block_tables[rows], padded, places, masked, kept_all)
 
     def prepare(self, phase: Callable[[str], None]) -> None:
         """Capture graphs of the first draft and of another one, for each padded number of rows, on a GPU
@@ -146,11 +157,11 @@ class SequentialDrafter(DeviceDrafter):
         place = bisect_left(ROWS, rows)
         return ROWS[place] if place < len(ROWS) and (ROWS[place], NEXT) in self._graphs else rows
 
-    def _places(self, step: SampledStep, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return DraftRows' before, counted and known of these rows of a step."""
-        plan, kept_all = step.plan, self._sampler.kept_all
-        is_prompt = rows >= plan.num_decodes
-        gap = step.batch.decode_tokens - int(plan.query_starts[plan.num_decodes])  # padding before prompts
+    def _places(
+        self, plan: StepPlan, rows: np.ndarray, gap: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return DraftRows' before, counted and known of these rows of a step. gap: see _send."""
+        kept_all, is_prompt = self._sampler.kept_all, rows >= plan.num_decodes
         last = np.where(is_prompt, plan.query_starts[rows + 1] - 1 + gap, plan.query_starts[rows])
         if not plan.queries:
             return last - 1, np.full(len(rows), kept_all), plan.context_lens[rows]
