@@ -19,6 +19,9 @@ HEADS = [(1, 1), (8, 2), (7, 1), (16, 2), (12, 4)]
 ROWS = {
     "one row": [(5, 5)],
     "a long row": [(2049, 4)],
+    "two rows": [(2049, 7), (19, 5)],
+    "two rows of other lengths": [(1, 1), (530, 16)],
+    "a row beside padding": [(0, 0), (900, 8)],
     "new tokens in two tiles": [(19, 5), (34, 3), (33, 2), (64, 16), (49, 16)],
     "rows of one query among others": [(700, 1), (33, 2), (1, 1), (300, 8), (16, 16)],
     "padding": [(0, 0), (40, 3), (0, 0), (0, 0)],

@@ -343,9 +343,8 @@ int run(const Task& task, void* stream) {
   return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
-// Rows of several queries, or limited ones; finished. A cluster supports only one pass, and the
-// tuned rings are for rows that are read once; so teams process rows of several queries, with rings
-// for the usual head sizes.
+// Rows of several queries, or limited ones; finished. The tuned rings are for rows that are read
+// once; teams process rows of several queries with rings for the usual head sizes.
 template <typename X, typename C, int D, Mode MODE>
 int run_several(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
@@ -359,6 +358,10 @@ int run_several(const Task& task, void* stream) {
   if constexpr (MODE == kLimited) {
     const Clusters clusters = task.max_query > 1 ? Clusters{} : clusters_of(task);
     if (clusters.blocks) return launch_clusters<X, C, D, ByLoads, kLimited>(task, clusters, stream);
+  }
+  if constexpr (MODE == kSeveral && (D == 64 || D == 128)) {
+    const Clusters clusters = clusters_of(task);
+    if (clusters.blocks) return launch_clusters<X, C, D, ByLoads, kSeveral>(task, clusters, stream);
   }
   if constexpr (D > 160 && MODE == kLimited)
     if (task.num_rows > 2 && two_blocks<D, kExact>(grid_of<kExact, Ring>(items), items) &&

@@ -1,5 +1,6 @@
 // Decode attention of few rows and heads, which is bound by latency: a cluster of blocks processes
-// a row and KV head with its query heads, and each of its warps a run of tiles. The warps send
+// a row and KV head with its query heads, or one pass over the queries of a row with several, and
+// each of its warps a run of tiles. The warps send
 // their maxima, sums and outputs to the shared memory of the blocks that combine them, each for a
 // share of the dims: no fence, counter or read of global memory lies between the last tile and the
 // result.
@@ -108,7 +109,7 @@ struct Exchange {
 
 #endif
 
-// MODE: kOneQuery, or kLimited with rows of one query that are finished.
+// MODE: kOneQuery; kSeveral; or kLimited with rows of one query that are finished.
 template <typename X, typename C, int D, typename Source, Mode MODE = kOneQuery>
 __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
@@ -120,21 +121,29 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   __shared__ uint64_t all_received;
   __shared__ bool last;
 
+  constexpr bool SEVERAL = MODE == kSeveral;
   const int blocks = cluster_size(), rank = cluster_rank(), warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32, items = task.num_rows * task.kv_heads;
+  const int passes = task.kv_heads * task.groups;  // of a row
+  const int lane = threadIdx.x % 32, items = task.num_rows * passes;
   const int item = blockIdx.x / blocks % items, part = blockIdx.x / blocks / items;
-  const int row = item / task.kv_heads, kv_head = item % task.kv_heads, heads = task.group;
+  const int row = item / passes, pass = item % passes, kv_head = pass / task.groups;
   const int hidden = hidden_tiles<MODE>(task, row, 1);
   const int context = task.context_lens[row] - hidden * kTile;
-  X* const out = static_cast<X*>(task.out) + row * task.out_stride + kv_head * heads * D;
+  Columns columns;
+  if constexpr (SEVERAL) columns = Columns::of<false>(task, row, pass, hidden);
+  const int heads = SEVERAL ? columns.count : task.group;  // or columns
+  auto out_of = [&](int head) {
+    if constexpr (SEVERAL) return columns.out<X>(task, head, D);
+    return static_cast<X*>(task.out) + row * task.out_stride + (kv_head * heads + head) * D;
+  };
 
   const int tiles = (context + kTile - 1) / kTile, warps = blocks * kWarps;
   const int parts = min(clusters, ceil_div(tiles, kClusterWarpTiles * warps));
-  if (part >= parts || context <= 0) {
+  if (part >= parts || context <= 0 || heads == 0) {
     wait_for_predecessor();
     if (part == 0)  // padding
       for (int i = rank * blockDim.x + threadIdx.x; i < heads * D; i += blocks * blockDim.x)
-        out[i] = from_float<X>(0.0f);
+        out_of(i / D)[i % D] = from_float<X>(0.0f);
     return;
   }
   const Exchange<D> exchange{blocks, rank, heads, received, &all_received};
@@ -143,7 +152,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   __syncwarp();
   cluster_arrive();
 
-  // The first warps have one tile more: the last warp waits for the newest token.
+  // The first warps have one tile more: the last warp waits for the newest tokens.
   const int runs = parts * warps, mine = (part * blocks + rank) * kWarps + warp;
   const int begin = ceil_div(int64_t(tiles) * mine, runs),
             end = ceil_div(int64_t(tiles) * (mine + 1), runs);
@@ -155,10 +164,12 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   auto request = [&](int which, int tile) {
     if (tile < end) pages.request(which, hidden + tile, hidden + tile + 1, hidden + tiles);
   };
+  // tiles from here on have tokens that the predecessor writes
+  const int first_new = SEVERAL ? max(context - columns.queries, 0) / kTile : tiles - 1;
   auto request_first = [&](bool newest) {
 #pragma unroll
     for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
-      if ((begin + ahead == tiles - 1) != newest) continue;
+      if ((begin + ahead >= first_new) != newest) continue;
       request(0, begin + ahead);
       if (ahead < Source::kValuesAhead) request(1, begin + ahead);
     }
@@ -180,6 +191,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   S sums = [&] {
     if constexpr (MODE == kLimited)
       return S(task, row, kv_head * heads, heads, Columns::of<true>(task, row, kv_head, hidden));
+    else if constexpr (SEVERAL)
+      return S(task, row, 0, heads, columns);
     else
       return S(task, row, kv_head * heads, heads, [&](auto& q) {
         if constexpr (kFinishes && rotates_queries<X, C, D>()) {
@@ -201,8 +214,9 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   barrier_wait_for_cluster(&all_received, 0);
 
   auto slot_of = [&](int which, int head) {  // of a part: dims, maximum, sum
+    const int each = SEVERAL ? kGroup : heads;
     return static_cast<float*>(task.scratch) +
-           int64_t((item * clusters + which) * heads + head) * (D + 2);
+           int64_t((item * clusters + which) * each + head) * (D + 2);
   };
   const int own = exchange.own_pieces();  // of each head
   for (int i = warp; i < heads * own; i += kWarps) {
@@ -211,7 +225,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     exchange.combine(head, place, peak, all, output);
     if (lane >= 8) continue;
     if (parts == 1) {
-      out[head * D + d] = from_float<X>(output / all);
+      out_of(head)[d] = from_float<X>(output / all);
     } else {
       __stcg(slot_of(part, head) + d, output);
       // all blocks of the cluster store the same numbers here
@@ -242,7 +256,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
       const float share = exp2f(totals.x - peak);
       all += share * totals.y, output += share * __ldcg(slot_of(which, head) + d);
     }
-    out[head * D + d] = from_float<X>(output / all);
+    out_of(head)[d] = from_float<X>(output / all);
   }
 #endif
 }
@@ -261,8 +275,8 @@ struct Clusters {
 };
 
 Clusters clusters_of(const Task& task) {
-  const int items = task.num_rows * task.kv_heads;
-  if (device().capability < 90 || task.group > kGroup) return {};
+  const int items = task.num_rows * task.kv_heads * task.groups;
+  if (device().capability < 90 || (task.max_query <= 1 && task.groups > 1)) return {};
   if (task.group > 1 && task.num_rows > kRowsOfGroups) return {};
   int64_t most_tiles = (task.table_stride * task.block_tokens + kTile - 1) / kTile;
   if (task.window) most_tiles = std::min<int64_t>(most_tiles, ceil_div(task.window, kTile) + 1);
@@ -285,14 +299,15 @@ int64_t most_bytes(const Task& task) {
 
 template <typename X, typename C, int D, typename Source, Mode MODE = kOneQuery>
 int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
-  const int blocks = task.num_rows * task.kv_heads * clusters.blocks;
+  const int blocks = task.num_rows * task.kv_heads * task.groups * clusters.blocks;
+  const int heads = MODE == kSeveral ? kGroup : task.group;
   if (blocks > task.num_counters)
     return fail("decode_attention: %d blocks need more than %d counters", blocks,
                 task.num_counters);
   return launch_in_clusters(
       "decode_attention", decode_attention_cluster<X, C, D, Source, MODE>, clusters.blocks,
       blocks * clusters.each, 32 * kWarps,
-      kWarps * Source::kBytes + received_floats(D, clusters.blocks, task.group) * sizeof(float),
+      kWarps * Source::kBytes + received_floats(D, clusters.blocks, heads) * sizeof(float),
       stream, task, clusters.each);
 }
 
