@@ -307,8 +307,8 @@ int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
   return launch_in_clusters(
       "decode_attention", decode_attention_cluster<X, C, D, Source, MODE>, clusters.blocks,
       blocks * clusters.each, 32 * kWarps,
-      kWarps * Source::kBytes + received_floats(D, clusters.blocks, heads) * sizeof(float),
-      stream, task, clusters.each);
+      kWarps * Source::kBytes + received_floats(D, clusters.blocks, heads) * sizeof(float), stream,
+      task, clusters.each);
 }
 
 // Bulk copies if there may be many bytes: next to the next GEMM's ring, the L1 cache is too small

@@ -1,7 +1,7 @@
 """The number of drafts that the engine chooses against the best fixed number, with times of a GPU.
 
-Times in us of SmolLM2-135M with one sequence, measured on an H200: those before the first request, and those of
-steps in service, where host and device overlap. Chances: of each draft if those before it are right, on
+Times in us of SmolLM2-135M with one sequence, measured on an H200: those before the first request, and those
+of steps in service, where host and device overlap. Chances: of each draft if those before it are right, on
 prompts that were held back in training.
 """
 
@@ -45,7 +45,7 @@ DRAFTERS = {
     "model": Drafter(
         DRAFT_MODEL, (662, 809, 897, 986, 1120), (667, 875, 964, 1040, 1120), (0.515, 0.48, 0.38, 0.38)
     ),
-    "wrong": Drafter(GLIDE, (637, 741, 807, 872, 1003), (668, 875, 944, 1010, 1086), (0.02, 0.02, 0.02, 0.02)),
+    "wrong": Drafter(GLIDE, (637, 741, 807, 872, 1003), (668, 875, 944, 1010, 1086), (0.02,) * 4),
 }
 
 

@@ -79,7 +79,7 @@ class DeviceDrafter:
 
     def begin(self, plan: StepPlan) -> None:
         """Send what `propose` needs of the plan, before the step is launched: a transfer between two kernels
-        takes longer than one beside that of the plan."""
+        takes longer than one next to that of the plan."""
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take the tokens of a forward: write the drafter's own keys and values of the batch's tokens.
