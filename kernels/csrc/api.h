@@ -12,6 +12,7 @@
 #include "api/blocks.h"
 #include "api/chain.h"
 #include "api/drafts.h"
+#include "api/even_split.h"
 #include "api/gemm.h"
 #include "api/library.h"
 #include "api/operands.h"

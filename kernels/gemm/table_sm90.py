@@ -23,6 +23,10 @@ STREAM_K_TWO_PARTS_TOKENS = {
 }
 #: and of gemm_sm90_even_split and gemm_sm90_even_split_8bit (fp8 only up to 128); its clusters per tile
 EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
+#: and of gemm_sm90_even_split_two_parts, by the most tokens: tokens of a tile, clusters per tile. us on an
+#: H200 for 128 / 192 / 256 tokens of 4096 x 14336, stream-K and even: 33.1 / 49.6 / 54.7 and 30.5 / 42.3 /
+#: 50.1
+EVEN_SPLIT_TWO_PARTS = {128: (128, 4), 192: (96, 2), 256: (128, 2)}
 #: name prefixes of kernels whose epilogue quantises keys and values for an 8-bit cache, and their head sizes
 ROUNDING_KERNELS = ("gemm_sm90_split_k", "gemm_sm90_stream_k", "gemm_packed_sm90")
 ROUNDED_HEADS = (64, 128)
@@ -71,6 +75,10 @@ SHARING_COST, LEAST_TILE_COST = 6000, 120
 #: 1.45 waves: 181 / 160, 2.18: 272 / 247, 3.39: 367 / 463, 7.76: 779 / 1066; fp8, tiles of 128, 1.45: 117 /
 #: 105, 2.42: 177 / 232
 SHARED_WAVES = 2.25
+#: with these tokens, clusters share the tiles of SwiGLU with x in two parts, if each has at least one row
+#: tile. us on an H200, 28672 x 4096, 128 / 192 / 256 tokens, whole tiles and shared: 57.8 / 83.0 / 99.7 and
+#: 55.9 / 74.7 / 91.2
+SHARED_TWO_PARTS_TOKENS = range(97, 257)
 #: fixed cost of a stage of a tile of fewer than 256 tokens, in tokens: weights are loaded more often. SwiGLU
 #: of 28672 x 4096 in int8, tiles of 128 and 256 tokens, 1280 tokens (17 and 9 waves): 237 and 214, 2304 (31
 #: and 16): 430 and 396, 8192 (109 and 55): 1586 and 1513; tiles of 192 and 256, 700 tokens (7 and 6): 142 and
@@ -172,6 +180,9 @@ def large_8_bit_plan(gemm: Gemm, device: Device) -> Plan:
     largest.
     """
     most, steps, rows = device.multiprocessors // 2, _steps(gemm), ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
+    gated = gemm.operand == "two_parts" and gemm.epilogue == "swiglu"
+    if gated and gemm.tokens in SHARED_TWO_PARTS_TOKENS and rows >= most:
+        return _shared_two_parts(gemm, device)
     ways = []
     for tile_tokens in _8_bit_sizes(gemm):
         columns = tile_tokens * (2 if gemm.operand == "two_parts" else 1)
@@ -183,6 +194,14 @@ def large_8_bit_plan(gemm: Gemm, device: Device) -> Plan:
             ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
     _, negative, stream = min(ways)
     return _stream_k(gemm, device, -negative, stream, _steps(gemm))
+
+
+def _shared_two_parts(gemm: Gemm, device: Device) -> Plan:
+    """Choose the fewest tiles of tokens, and of those the smallest; all clusters share them."""
+    sizes = [size for size in _8_bit_sizes(gemm) if size > LARGE_TOKENS]
+    tiles = ceil_div(gemm.tokens, sizes[-1])
+    tile_tokens = next(size for size in sizes if size * tiles >= gemm.tokens)
+    return _stream_k(gemm, device, tile_tokens, True, _steps(gemm))
 
 
 def _tile_cost(operand: str, columns: int) -> int:
@@ -212,27 +231,43 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
     )
 
 
-def even_split_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """Choose EVEN_SPLIT clusters per tile if they are resident at once and occupy at least two thirds of the
-    device.
+def even_split_plan(
+    gemm: Gemm,
+    device: Device,
+    sizes: tuple[int, ...] = (),
+    steps: int = 0,
+    least_steps: int = EVEN_SPLIT_STAGES,
+) -> Plan | None:
+    """Choose EVEN_SPLIT clusters per tile, or EVEN_SPLIT_TWO_PARTS, if they are resident together and occupy
+    at least two thirds of the device.
+
+    sizes: tokens of a tile, default: those of gemm_sm90_even_split. steps: stages of a tile, likewise.
     """
-    sizes = EVEN_SPLIT_TOKENS[:1] if gemm.operand.startswith("fp8") else EVEN_SPLIT_TOKENS
-    if gemm.epilogue != "linear" or gemm.operand == "two_parts" or _steps(gemm) < EVEN_SPLIT_STAGES:
+    sizes, steps = sizes or _even_split_sizes(gemm), steps or _steps(gemm)
+    if gemm.epilogue != "linear" or steps < least_steps or device.shared or gemm.tokens > sizes[-1]:
         return None
-    tile_tokens, most = at_least(gemm.tokens, sizes), device.multiprocessors // 2
-    tiles = ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
-    clusters = tiles * EVEN_SPLIT
-    if gemm.tokens > tile_tokens or device.shared or not 2 * most <= 3 * clusters <= 3 * most:
+    tile_tokens, split = at_least(gemm.tokens, sizes), EVEN_SPLIT
+    if gemm.operand == "two_parts":
+        tile_tokens, split = EVEN_SPLIT_TWO_PARTS[tile_tokens]
+    tiles = ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * ceil_div(gemm.tokens, tile_tokens)
+    clusters, most = tiles * split, device.multiprocessors // 2
+    if not 2 * most <= 3 * clusters <= 3 * most:
         return None
     return Plan(
         "gemm_sm90_even_split",
-        f"{tiles} tiles of {_steps(gemm)} stages: {EVEN_SPLIT} clusters finish each",
+        f"{tiles} tiles of {steps} stages: {split} clusters finish each",
         _STREAM_K_OUTPUTS,
         tile_tokens,
-        EVEN_SPLIT,
+        split,
         clusters,
         stream_k=True,
     )
+
+
+def _even_split_sizes(gemm: Gemm) -> tuple[int, ...]:
+    if gemm.operand == "two_parts":
+        return tuple(EVEN_SPLIT_TWO_PARTS)
+    return EVEN_SPLIT_TOKENS[:1] if gemm.operand.startswith("fp8") else EVEN_SPLIT_TOKENS
 
 
 def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps: int = 0) -> Plan:

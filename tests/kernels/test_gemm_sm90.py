@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
-from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan, at_least
 from tridecode.kernels.gemm.table import choose
-from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
+from tridecode.kernels.gemm.table_sm90 import EVEN_SPLIT_TOKENS, SPLIT_K_TOKENS, stream_k_plan
 from tridecode.kernels.operands import Linear, Norm
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
 def force_even(place: Place) -> None:
     def plan(gemm: Gemm) -> Plan:
         assert gemm.half and gemm.aligned and gemm.out_aligned
-        return even_split(gemm, 128 if gemm.tokens <= 128 else 256)
+        return even_split(gemm, at_least(gemm.tokens, EVEN_SPLIT_TOKENS))
 
     place.ops.gpu.choose_gemm = plan
 

@@ -18,7 +18,10 @@ from tridecode.tools.bench.shapes.presets import PRESETS
 
 H200 = DEVICES["h200"]
 #: of weights in 8 and 4 bit; packed_table.py chooses them (test_packed_weight.py)
-PACKED = {"gemm_packed_mma", "gemm_packed_sm90", "gemm_int4_sm90", "gemm_int4_stream_k_sm90"}
+PACKED = {
+    *("gemm_packed_mma", "gemm_packed_sm90", "gemm_packed_wide_sm90", "gemm_packed_even_split_sm90"),
+    *("gemm_int4_sm90", "gemm_int4_stream_k_sm90"),
+}
 TENSOR_SIZES = range(1, 9)
 TOKENS = range(1, 301)
 
@@ -78,7 +81,7 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
         return str(plan.tile_tokens), at_run_time
     if plan.kernel == "gemm_sm90_data_parallel":
         return str(plan.tile_outputs), mode
-    if plan.kernel.startswith(("gemm_sm90_split_k", "gemm_sm90_even_split")):
+    if plan.kernel.startswith(("gemm_sm90_split_k", "gemm_sm90_even_split", "gemm_packed_even_split")):
         return str(plan.tile_tokens), mode, str(plan.split)
     return str(plan.tile_tokens), mode
 
@@ -115,8 +118,9 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         if plan.kernel.startswith("gemm_sm90_split_k"):
             assert -(-gemm.outputs // 128) <= device.clusters[plan.split - 1]
         if plan.kernel.startswith("gemm_sm90_even_split"):
-            assert gemm.tokens <= plan.tile_tokens
-            assert plan.clusters == -(-gemm.outputs // 256) * plan.split
+            assert gemm.tokens <= plan.tile_tokens or gemm.operand == "two_parts"
+            tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // plan.tile_tokens)
+            assert plan.clusters == tiles * plan.split
         if plan.kernel.startswith(("gemm_sm90_stream_k", "gemm_sm90_even_split")):
             assert 1 <= plan.clusters <= device.multiprocessors // 2
 

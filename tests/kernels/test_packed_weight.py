@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -145,14 +147,19 @@ def test_the_choice_follows_the_tokens():
 @pytest.mark.parametrize("granule_inputs", [64, 128])
 def test_every_choice_has_an_instance_and_every_instance_is_chosen(granule_inputs):
     """Covers published models on one rank and shared by ranks."""
-    chosen: dict[str, set[tuple[str, str]]] = {"gemm_packed_mma": set(), "gemm_packed_sm90": set()}
+    chosen: dict[str, set[tuple[str, ...]]] = {
+        "gemm_packed_sm90": set(),
+        "gemm_packed_wide_sm90": set(),
+        "gemm_packed_even_split_sm90": set(),
+    }
     for shape in SHAPES.values():
         for product in [each for size in (1, 2, 4) if shape.kv_heads % size == shape.inner % size == 0
                         for each in shape.products(size).values()]:  # fmt: skip
-            for tokens in (*range(1, 130), 200, 300):
-                gemm = product._replace(tokens=tokens)
+            for tokens, operand in itertools.product((*range(1, 130), 200, 300), ("", "int4")):
+                gemm = product._replace(tokens=tokens, operand=operand)
                 plan = choose_packed(gemm, granule_inputs, H200)
                 assert (plan.kernel == "expand_weight") == (tokens > PACKED_TOKENS)
-                if plan.kernel == "gemm_packed_sm90":
+                if plan.kernel in chosen:
                     chosen[plan.kernel].add(instance_of(gemm, plan))
-    assert chosen["gemm_packed_sm90"] == instances("gemm_packed_sm90")
+    for kernel, reached in chosen.items():
+        assert reached == instances(kernel), kernel

@@ -29,9 +29,9 @@ from tridecode.kernels.formats.quantized import (
 )
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.eight_bit import Fp8Blocks, quantize_rows
-from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan, at_least
 from tridecode.kernels.gemm.table import choose
-from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
+from tridecode.kernels.gemm.table_sm90 import EVEN_SPLIT_TOKENS, SPLIT_K_TOKENS, stream_k_plan
 from tridecode.kernels.operands import Linear, Norm
 
 gpu = pytest.mark.gpu
@@ -64,7 +64,8 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
 
 def force_even(place: Place) -> None:
     def plan(gemm: Gemm) -> Plan:
-        tile_tokens = 128 if gemm.tokens <= 128 or gemm.operand != "int8" else 256
+        sizes = EVEN_SPLIT_TOKENS if gemm.operand == "int8" else EVEN_SPLIT_TOKENS[:1]
+        tile_tokens = at_least(gemm.tokens, sizes)
         return even_split(gemm, tile_tokens)._replace(kernel="gemm_sm90_even_split_8bit")
 
     place.ops.gpu.choose_gemm = plan

@@ -23,6 +23,7 @@ READ_CONSTANTS = {
     *("copy_chunks", "gemm_int4_sm90"),
     *("copy_int4_stages", "gemm_int4_stream_k_sm90"),
     *("copy_packed_stages", "gemm_packed_mma", "gemm_packed_sm90"),
+    *("copy_wide_stages", "gemm_packed_wide_sm90", "gemm_packed_even_split_sm90"),
     *("gemm_mma", "gemm_mma_tiles", "gemv"),
     *("copy_part", "gemm_sm90_split_k"),
     *("copy_stages", "gemm_sm90_data_parallel", "gemm_sm90_even_split", "gemm_sm90_stream_k"),

@@ -10,14 +10,18 @@
 //
 // Clusters of a tile wait for each other, so all must be resident at once.
 //
-// Bytes moved: outputs * inputs * sizeof(Operand), once, and 4 * tokens * outputs * (SPLIT - 1)
-// twice, to the L2 cache and back.
-// Bench: python -m tridecode.kernels.bench linear, w8a8
+// Bytes moved: outputs * inputs * sizeof(Operand) for each tile of tokens, and 4 * tokens * outputs
+// * (SPLIT - 1) twice, to the L2 cache and back.
+// Bench: python -m tridecode.kernels.bench linear, w8a8, two_parts
 #pragma once
 #include "gemm/sm90/gemm_sm90_stream_k.cuh"
 
 namespace tridecode {
 namespace {
+
+// The buffers of the epilogue are those of a cluster's share of the tokens.
+template <typename S, int N, int SPLIT>
+constexpr int kEvenBytes = 1024 + S::kStages * S::kStageBytes + Shape<N / SPLIT>::kStoreBytes;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -96,8 +100,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   constexpr int kTokens = N / SPLIT;  // of the share that a cluster finishes
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, kTokens, kPlain, kScaled>;
-  using S = Shape<N>;
+  using S = Shape<N, kPartsOf<Operand>>;
   static_assert(!S::kSlim, "a warp group holds a whole tile in registers");
+  static_assert(kEvenBytes<S, N, SPLIT> <= 226 * 1024);
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
@@ -155,18 +160,21 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 
 template <typename X, typename Operand, int N, int SPLIT>
 int run_even(const GemmTask& task, const Division& division, void* stream) {
-  using S = Shape<N>;
+  using S = Shape<N, kPartsOf<Operand>>;
   Maps maps;
-  if (int status = encode_maps(maps, task, kPlain, N / 2, Shape<N / SPLIT>::kPart)) return status;
+  if (int status = encode_maps(maps, task, kPlain, S::kColumns / 2, Shape<N / SPLIT>::kPart))
+    return status;
   return launch_resident("gemm_sm90_even_split", gemm_sm90_even_split<X, Operand, N, SPLIT>,
-                         2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight,
-                         maps.x, maps.out, maps.residual, task, division);
+                         2 * division.clusters, kThreads, kEvenBytes<S, N, SPLIT>, stream,
+                         maps.weight, maps.x, maps.out, maps.residual, task, division);
 }
 
-// Checks the task and calls run(mode, division).
+// Checks the task and calls run(mode, division). stage_inputs: of a step of the mainloop.
 template <typename Run>
-int divided_evenly(const char* what, const GemmTask& task, Run run) {
-  return divided(what, task, [&](Mode mode, const Division& division) {
+int divided_evenly(const char* what, const GemmTask& task, Run run,
+                   int stage_inputs = kStageInputs) {
+  return divided(what, task, [&](Mode mode, const Division&) {
+    const Division division = divide(task, stage_inputs);
     const int tiles = division.row_tiles * division.token_tiles;
     if (!division.shared || task.split < 2 || division.clusters != tiles * task.split ||
         task.split > division.steps || mode != kPlain)
@@ -177,6 +185,11 @@ int divided_evenly(const char* what, const GemmTask& task, Run run) {
                   device().multiprocessors);
     return run(mode, division);
   });
+}
+
+int no_instance(const char* what, const GemmTask& task, Mode mode) {
+  return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", what,
+              task.tile_tokens, int(mode), task.split);
 }
 
 // (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, which has two sets
@@ -193,8 +206,9 @@ int run_instance(const char* what, const GemmTask& task, Mode mode, const Divisi
       return run_even<X, Operand, tokens_, split_>(task, division, stream);   \
   }
   TRIDECODE_INSTANCES(TRIDECODE_RUN)
-  return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", what,
-              task.tile_tokens, int(mode), task.split);
+#undef TRIDECODE_RUN
+#undef TRIDECODE_INSTANCES
+  return no_instance(what, task, mode);
 }
 
 }  // namespace

@@ -31,7 +31,8 @@ int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* given, voi
   if (task.operand != kOperandTwoParts)
     return fail("%s: operand code %d; wanted %d", name, task.operand, kOperandTwoParts);
   if (int status = as_16_bit(name, task)) return status;
-  return divided(name, task, [&](Mode mode, const Division& division) {
+  return divided(name, task, [&](Mode mode, Division division) {
+    if (division.shared) division.near = division.row_tiles;
     return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
       using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_)               \

@@ -1,0 +1,167 @@
+"""Kernels of 65 to 256 tokens with weights in 8 and 4 bit, forced, against float64: gemm_packed_wide_sm90,
+and clusters that share every tile evenly (gemm_packed_even_split_sm90, gemm_sm90_even_split_two_parts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import GATES, assert_close
+from tests.kernels.test_linear import make_heads
+from tests.kernels.test_packed_linear import Case
+from tests.kernels.test_two_parts import make_linear, product64
+from tridecode.kernels.formats.packed_weight import multiplied_in_int8
+from tridecode.kernels.gemm.plan import Gemm, Plan
+from tridecode.kernels.operands import Linear
+
+DTYPES = [torch.float16, torch.bfloat16]
+#: columns of a group, whether groups have zeros
+GROUPS = [(0, False), (128, True), (384, True)]
+TOKENS = [1, 65, 96, 97, 128, 129, 150, 192, 193, 200, 256]
+#: inputs, outputs: one step, odd ends, many steps of few tiles, many tiles
+SHAPES = [(128, 128), (416, 264), (1056, 1000), (14336, 520), (512, 6152)]
+#: tiles of gemm_packed_wide_sm90, 0: gemm_packed_even_split_sm90; whether clusters share tiles
+WAYS = [(192, True), (192, False), (256, True), (256, False), (0, True)]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def place(cuda_place: Place) -> Place:
+    if torch.cuda.get_device_capability(cuda_place.device) != (9, 0):
+        pytest.skip("the kernels need compute capability 9.0")
+    return cuda_place
+
+
+def even_plan(kernel: str, gemm: Gemm, tile_tokens: int, split: int) -> Plan:
+    tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
+    return Plan(kernel, "forced", 256, tile_tokens, split, split * tiles, stream_k=True)
+
+
+def force_wide(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, shared: bool) -> None:
+    most = place.ops.gpu.gemm_device.multiprocessors // 2
+
+    def plan(gemm: Gemm, granule_inputs: int) -> Plan:
+        assert gemm.operand == "int4"
+        if tile == 0:
+            return even_plan("gemm_packed_even_split_sm90", gemm, 192 if gemm.tokens <= 192 else 256, 4)
+        tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
+        clusters = min(most, tiles * -(-gemm.inputs // 128) if shared else tiles)
+        heads = gemm.epilogue == "qkv"
+        return Plan("gemm_packed_wide_sm90", "forced", 256, tile, 0, clusters, shared, fuses_heads=heads)
+
+    monkeypatch.setattr(place.ops.gpu, "choose_packed", plan)
+
+
+def force_two_parts(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, split: int) -> None:
+    def plan(gemm: Gemm) -> Plan:
+        assert gemm.operand == "two_parts"
+        return even_plan("gemm_sm90_even_split_two_parts", gemm, tile, split)
+
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", plan)
+
+
+def assert_same_twice(
+    place: Place, x: Tensor, linear: Linear, residual: Tensor | None, wanted: Tensor, **how
+):
+    """Run twice, because a launch leaves the flags of shared tiles to the next one; compare with float64."""
+    columns = wanted.shape[1]
+    outs = [place.poison(x.shape[0], columns, dtype=x.dtype) for _ in range(2)]
+    place.settle()
+    for out in outs:
+        place.ops.linear(x, linear, residual=residual, out=out, **how)
+    assert torch.equal(*outs)
+    assert_close("two products" if how.get("activation") in GATES else "linear", outs[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize(("tile", "shared"), WAYS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_int4(place: Place, monkeypatch, shape, tile: int, shared: bool, group, dtype):
+    case = Case(place, ("int4", *group), *shape, dtype)
+    assert multiplied_in_int8(case.linear.weight)
+    if tile == 0 and (shape[0] < 512 or shape[1] > 4096):
+        pytest.skip("fewer steps than clusters of a tile, or more clusters than are resident")
+    force_wide(place, monkeypatch, tile, shared)
+    for tokens in TOKENS:
+        x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+        assert_same_twice(place, x, case.linear, residual, case.product64(x) + residual.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "shared"), WAYS)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu", *GATES])
+def test_activations_of_int4(place: Place, monkeypatch, activation, tile: int, shared: bool, dtype):
+    if tile == 0 and activation in GATES:
+        pytest.skip("gemm_packed_even_split_sm90 has no gates")
+    inputs, outputs = 1056, 1040
+    case = Case(place, ("int4", 128, True), inputs, outputs, dtype)
+    force_wide(place, monkeypatch, tile, shared)
+    for tokens in (70, 150, 192, 250, 256):
+        x = place.normal(tokens, inputs, dtype=dtype)
+        wanted = applied(activation, case.product64(x))
+        assert_same_twice(place, x, case.linear, None, wanted, activation=activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "shared"), WAYS)
+def test_logits_of_int4_are_float32(place: Place, monkeypatch, tile: int, shared: bool, dtype):
+    case = Case(place, ("int4", 128, False), 1024, 1008, dtype, bias=False)
+    force_wide(place, monkeypatch, tile, shared)
+    for tokens in (150, 192, 256):
+        x, out = place.normal(tokens, 1024, dtype=dtype), place.poison(tokens, 1008, dtype=torch.float32)
+        place.settle()
+        place.ops.linear(x, case.linear, out=out)
+        assert_close("linear", out.to(dtype), case.product64(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (3, 1, 256, 256, False)], ids=str
+)
+def test_queries_and_keys_of_int4_are_rotated_and_kept(place: Place, monkeypatch, heads, dtype):
+    for tokens in (90, 150, 192, 200):
+        made = make_heads(place, tokens, 1024, heads, dtype)
+        case = Case(place, ("int4", 128, False), 1024, made.heads.qkv_size, dtype)
+        force_wide(place, monkeypatch, 192, True)
+        made.linear = case.linear
+        out = made.project(place)
+        dense = Linear(case.weight.expanded(torch.float64), case.bias)
+        assert_close("linear", out, replace(made, linear=dense).wanted())
+        size, num_heads, num_kv_heads = made.heads.head_size, made.heads.num_heads, made.heads.num_kv_heads
+        rows = torch.arange(tokens, device=place.device) != made.unwritten
+        held = made.cache.blocks.transpose(1, 3).flatten(0, 1)  # (slots, kv head, k and v, size)
+        kept = out.unflatten(1, (-1, size))[:, num_heads:].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
+        assert torch.equal(held[made.slots[rows].long()], kept[rows])
+
+
+def applied(activation: str | None, sums: Tensor) -> Tensor:
+    if activation in GATES:
+        half = sums.shape[1] // 2
+        return GATES[activation](sums[:, :half]) * sums[:, half:]
+    if activation is None:
+        return sums
+    how = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
+    return getattr(F, activation.removesuffix("_tanh"))(sums, **how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "split"), [(96, 2), (128, 2), (128, 4)])
+@pytest.mark.parametrize("shape", [(528, 264), (1040, 1000), (14336, 520), (4096, 1032)], ids=str)
+def test_products_in_two_parts(place: Place, monkeypatch, shape, tile: int, split: int, dtype):
+    linear = make_linear(place, *shape, dtype)
+    force_two_parts(place, monkeypatch, tile, split)
+    for tokens in (*TOKENS, 300):
+        x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+        assert_same_twice(place, x, linear, residual, product64(x, linear) + residual.double())
+        if tokens in (97, 200):
+            assert_same_twice(
+                place, x, linear, None, applied("gelu", product64(x, linear)), activation="gelu"
+            )
