@@ -54,9 +54,9 @@ def force_even(place: Place) -> None:
     place.ops.gpu.choose_gemm = plan
 
 
-def even_split(gemm: Gemm, tile_tokens: int) -> Plan:
+def even_split(gemm: Gemm, tile_tokens: int, kernel: str = "gemm_sm90_even_split", split: int = 4) -> Plan:
     tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
-    return Plan("gemm_sm90_even_split", "forced", 256, tile_tokens, 4, 4 * tiles, stream_k=True)
+    return Plan(kernel, "forced", 256, tile_tokens, split, split * tiles, stream_k=True)
 
 
 def force(place: Place, split: int) -> None:

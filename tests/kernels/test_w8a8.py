@@ -66,7 +66,7 @@ def force_even(place: Place) -> None:
     def plan(gemm: Gemm) -> Plan:
         sizes = EVEN_SPLIT_TOKENS if gemm.operand == "int8" else EVEN_SPLIT_TOKENS[:1]
         tile_tokens = at_least(gemm.tokens, sizes)
-        return even_split(gemm, tile_tokens)._replace(kernel="gemm_sm90_even_split_8bit")
+        return even_split(gemm, tile_tokens, "gemm_sm90_even_split_8bit")
 
     place.ops.gpu.choose_gemm = plan
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import GATES, assert_close
+from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
 from tests.kernels.test_packed_linear import Case
 from tests.kernels.test_two_parts import make_linear, product64
@@ -27,7 +28,11 @@ TOKENS = [1, 65, 96, 97, 128, 129, 150, 192, 193, 200, 256]
 #: inputs, outputs: one step, odd ends, many steps of few tiles, many tiles
 SHAPES = [(128, 128), (416, 264), (1056, 1000), (14336, 520), (512, 6152)]
 #: tiles of gemm_packed_wide_sm90, 0: gemm_packed_even_split_sm90; whether clusters share tiles
-WAYS = [(192, True), (192, False), (256, True), (256, False), (0, True)]
+WIDE_WAYS = [(192, True), (192, False), (256, True), (256, False)]
+EVEN = (0, True)
+WAYS = [*WIDE_WAYS, EVEN]
+#: four clusters, each with a step of its own, compute a tile, and those of all tiles are resident together
+EVEN_SHAPES = [(inputs, outputs) for inputs, outputs in SHAPES if inputs >= 512 and outputs <= 4096]
 
 pytestmark = pytest.mark.gpu
 
@@ -39,18 +44,13 @@ def place(cuda_place: Place) -> Place:
     return cuda_place
 
 
-def even_plan(kernel: str, gemm: Gemm, tile_tokens: int, split: int) -> Plan:
-    tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
-    return Plan(kernel, "forced", 256, tile_tokens, split, split * tiles, stream_k=True)
-
-
 def force_wide(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, shared: bool) -> None:
     most = place.ops.gpu.gemm_device.multiprocessors // 2
 
     def plan(gemm: Gemm, granule_inputs: int) -> Plan:
         assert gemm.operand == "int4"
         if tile == 0:
-            return even_plan("gemm_packed_even_split_sm90", gemm, 192 if gemm.tokens <= 192 else 256, 4)
+            return even_split(gemm, 192 if gemm.tokens <= 192 else 256, "gemm_packed_even_split_sm90")
         tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
         clusters = min(most, tiles * -(-gemm.inputs // 128) if shared else tiles)
         heads = gemm.epilogue == "qkv"
@@ -62,7 +62,7 @@ def force_wide(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, shared:
 def force_two_parts(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, split: int) -> None:
     def plan(gemm: Gemm) -> Plan:
         assert gemm.operand == "two_parts"
-        return even_plan("gemm_sm90_even_split_two_parts", gemm, tile, split)
+        return even_split(gemm, tile, "gemm_sm90_even_split_two_parts", split)
 
     monkeypatch.setattr(place.ops.gpu, "choose_gemm", plan)
 
@@ -82,13 +82,17 @@ def assert_same_twice(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize(("tile", "shared"), WAYS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tile", "shared"),
+    [
+        *((shape, *way) for shape in SHAPES for way in WIDE_WAYS),
+        *((shape, *EVEN) for shape in EVEN_SHAPES),
+    ],
+    ids=str,
+)
 def test_products_of_int4(place: Place, monkeypatch, shape, tile: int, shared: bool, group, dtype):
     case = Case(place, ("int4", *group), *shape, dtype)
     assert multiplied_in_int8(case.linear.weight)
-    if tile == 0 and (shape[0] < 512 or shape[1] > 4096):
-        pytest.skip("fewer steps than clusters of a tile, or more clusters than are resident")
     force_wide(place, monkeypatch, tile, shared)
     for tokens in TOKENS:
         x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
@@ -96,11 +100,14 @@ def test_products_of_int4(place: Place, monkeypatch, shape, tile: int, shared: b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tile", "shared"), WAYS)
-@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu", *GATES])
+@pytest.mark.parametrize(
+    ("activation", "tile", "shared"),
+    [
+        *((one, *way) for one in (None, "gelu_tanh", "gelu", "relu") for way in WAYS),
+        *((gate, *way) for gate in GATES for way in WIDE_WAYS),  # without tiles that clusters share evenly
+    ],
+)
 def test_activations_of_int4(place: Place, monkeypatch, activation, tile: int, shared: bool, dtype):
-    if tile == 0 and activation in GATES:
-        pytest.skip("gemm_packed_even_split_sm90 has no gates")
     inputs, outputs = 1056, 1040
     case = Case(place, ("int4", 128, True), inputs, outputs, dtype)
     force_wide(place, monkeypatch, tile, shared)
