@@ -5,7 +5,7 @@ Grids of shapes are made for the kernels: Reference, which has neither tiles nor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -65,6 +65,18 @@ def place(request: pytest.FixtureRequest) -> Place:
     if request.param == "reference":
         return Place(Reference(), torch.device("cpu"), generator)
     return Place(_cuda_ops(), torch.device("cuda", 0), generator)
+
+
+@pytest.fixture
+def large_place(place: Place) -> Place:
+    """A place with scratch memory for the logits of 256 rows of up to 300,032 ids."""
+    if place.device.type == "cpu":
+        return place
+    from tridecode.kernels.cuda import Cuda
+
+    made = Cuda(place.device)
+    made.reserve(256, 1024, 256, 1024, 300_032)
+    return replace(place, ops=made)
 
 
 @pytest.fixture

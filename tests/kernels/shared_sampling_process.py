@@ -156,6 +156,7 @@ def special_numbers(rank: int, world: int, exchange) -> str:
             state.column("min_tokens")[:] = 0
             state.column("no_repeat_ngram_size")[:] = 0
             wrong.append(held.compare(logits, list(range(SLOTS)), state))
+            state.column("masked")[:] = 0  # a mask hides numbers that are none
             found = held.shared(
                 cut(logits[12:34].to(held.device), held.share(vocab)),
                 torch.arange(12, 34, dtype=torch.int32, device=held.device),

@@ -128,6 +128,27 @@ def test_draws_with_min_p_are_those_of_the_contract(place: Place, vocab: int, sc
     assert [slot for slot, pair in enumerate(zip(tokens, wanted)) if len(set(pair)) > 1] == []
 
 
+@pytest.mark.parametrize("vocab", [262_144, 278_528, 278_532, 300_032])
+def test_draws_from_the_largest_vocabularies_are_those_of_the_contract(large_place: Place, vocab: int):
+    """Up to 278,528 ids the maxima of segments fit in shared memory; beyond, each pass loads them again.
+
+    The candidates of the fourth row are in more segments than a block lists.
+    """
+    settings = [(50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (2000, 0.95, 0.0), (0, 0.5, 0.01)]
+    place = large_place
+    logits = torch.randn(len(settings), vocab, generator=place.generator) * 4
+    logits[1, -1] = logits[1].max() + 2
+    logits[2, vocab // 2] = logits[2].max() + 1
+    state = make_state(place, len(settings), vocab)
+    for slot, (top_k, top_p, min_p) in enumerate(settings):
+        configure(state, slot, top_k=top_k, top_p_now=top_p, min_p=min_p, seed=slot + 5, return_log_probs=1)
+    tokens, log_probs = run(place, logits, list(range(len(settings))), state)
+    for slot, (row, (top_k, top_p, min_p)) in enumerate(zip(logits.double(), settings)):
+        limits = top_k, np.float32(top_p), slot + 5, 0, np.float32(min_p)
+        assert tokens[slot] == expected_draw(row.numpy(), *limits), slot
+        assert log_probs[slot] == pytest.approx(float(row.log_softmax(0)[tokens[slot]]), abs=1e-4)
+
+
 def test_a_draw_does_not_depend_on_its_neighbours(place: Place):
     vocab = 20000
     logits = torch.randn(1, vocab, generator=place.generator) * 3

@@ -5,15 +5,20 @@
 namespace tridecode {
 namespace {
 
+constexpr int kStaged = 4352;  // segments whose maxima fit in shared memory: 278,528 ids
+
 struct Shared {
   u64 ranks[kWarps];
-  Sum sums[2][kWarps];
+  Sum sums[kThreads];
   u64 masses[256];
   unsigned histogram[256];
   unsigned prefix, count, listed;
   u64 above;
   float values[kCandidates];
-  int ids[kCandidates];
+  union {
+    int ids[kCandidates];
+    alignas(16) float maxima[kStaged];  // read before ids are written
+  };
 };
 
 // Sums over the ranks, for a row whose vocabulary is on one rank and for one that is shared.
@@ -177,6 +182,21 @@ __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, 
   return block_largest(best, shared.ranks);
 }
 
+// Copies the maxima of a row's segments to shared memory if they fit, so that each pass over them
+// does not wait for the L2 cache.
+__device__ __forceinline__ void stage_maxima(Shared& shared, const float* maxima, int segments) {
+  if (segments > kStaged) return;
+  for (int i = threadIdx.x * 4; i < segments; i += kThreads * 4)
+    copy16_async(shared.maxima + i, maxima + i, true);
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+}
+__device__ __forceinline__ float maximum_at(const Shared& shared, const float* maxima, int segments,
+                                            int i) {
+  return segments <= kStaged ? shared.maxima[i] : __ldcg(maxima + i);
+}
+
 // The `wanted`-th largest of the segments' maxima, as order_of: no more than the `wanted`-th
 // largest logit.
 __device__ __forceinline__ unsigned maxima_threshold(Shared& shared, const float* maxima,
@@ -184,7 +204,8 @@ __device__ __forceinline__ unsigned maxima_threshold(Shared& shared, const float
   return radix_threshold(shared, shared.histogram, u64(wanted), Alone(),
                          [&](unsigned prefix, unsigned mask, int shift) {
                            for (int i = threadIdx.x; i < segments; i += kThreads) {
-                             const unsigned order = order_of(__ldcg(maxima + i));
+                             const unsigned order =
+                                 order_of(maximum_at(shared, maxima, segments, i));
                              if ((order & mask) == prefix)
                                atomicAdd(shared.histogram + (order >> shift & 255), 1u);
                            }
@@ -203,7 +224,7 @@ __device__ __forceinline__ bool list_candidates(Shared& shared, const RowOf& row
   // a quarter of shared.values holds the list of these segments
   int* const list = reinterpret_cast<int*>(shared.values);
   for (int i = threadIdx.x; i < segments; i += kThreads) {
-    if (order_of(__ldcg(maxima + i)) < bound) continue;
+    if (order_of(maximum_at(shared, maxima, segments, i)) < bound) continue;
     const unsigned at = atomicAdd(&shared.listed, 1u);
     if (at < kCandidates / 4) list[at] = i;
   }
@@ -212,15 +233,26 @@ __device__ __forceinline__ bool list_candidates(Shared& shared, const RowOf& row
   if (listed > kCandidates / 4) return false;
   // the values of the candidates follow the list
   float* const values = shared.values + kCandidates / 4;
-  for (int item = threadIdx.x; item < listed * (kSegment / 4); item += kThreads) {
-    const int first = list[item / (kSegment / 4)] * kSegment + item % (kSegment / 4) * 4;
-    float x[4];
-    row.load4(first, x);
+  constexpr int kLoads = 4, kFours = kSegment / 4;  // in flight per thread; loads per segment
+  for (int item = threadIdx.x; item < listed * kFours; item += kLoads * kThreads) {
+    float x[kLoads][4];
+    int first[kLoads];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (order_of(x[i]) < bound || x[i] == -CUDART_INF_F) continue;
-      const unsigned at = atomicAdd(&shared.count, 1u);
-      if (at < kRoom) values[at] = x[i], shared.ids[at] = first + i;
+    for (int load = 0; load < kLoads; ++load) {
+      const int each = item + load * kThreads;
+      first[load] =
+          each < listed * kFours ? list[each / kFours] * kSegment + each % kFours * 4 : row.vocab;
+      row.load4_unchanged(first[load], x[load]);
+    }
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      row.change4(first[load], x[load]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (order_of(x[load][i]) < bound || x[load][i] == -CUDART_INF_F) continue;
+        const unsigned at = atomicAdd(&shared.count, 1u);
+        if (at < kRoom) values[at] = x[load][i], shared.ids[at] = first[load] + i;
+      }
     }
   }
   __syncthreads();

@@ -3,10 +3,12 @@
 // top-p and typical-p, and the update of the sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
-// blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw
+// blocks there are; the last block to arrive finishes the row. Greedy rows without penalties, mask
+// and log-probs have a loop of their own with more loads in flight. Greedy rows and rows that draw
 // from the whole vocabulary (the largest logit plus Gumbel noise) then only need the best of the
 // blocks' winners. For top-k and top-p the sweep stores the maximum of every 64 ids: the k-th
-// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again. Min-p
+// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again. The
+// last block reads the maxima several times, from a copy in shared memory. Min-p
 // keeps the logits from the largest one plus log(min_p) on, which is such a bound, too. Typical-p
 // without any of them reads the whole row again.
 // Thresholds are found by a radix search over float32 in the order of integers; probabilities are
@@ -39,6 +41,58 @@ __device__ __forceinline__ auto row_of(const TaskOf& task, int index, int slot) 
     return row_at<std::is_same<TaskOf, SharedTask>::value>(task, index, slot);
 }
 
+// Returns the rank of the largest of a thread's logits in chunks first .. end - 1, for a row that
+// needs nothing else. Each thread has eight loads in flight.
+template <typename RowOf>
+__device__ __forceinline__ u64 largest_unchanged(const RowOf& row, int first, int end,
+                                                 bool& has_nan) {
+  constexpr int kLoads = 8, kStride = kChunk / 2;  // columns from load to load
+  const int columns = min(end * kChunk, row.vocab);
+  int column = first * kChunk + threadIdx.x * 4;
+  const float4* next = reinterpret_cast<const float4*>(row.logits + column);
+  const float4 none = make_float4(-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F);
+  float most = -CUDART_INF_F;
+  int at = 0;
+  for (; column < columns; column += kLoads * kStride, next += kLoads * kStride / 4) {
+    float4 x[kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load)
+      x[load] = column + load * kStride < columns ? next[load * kStride / 4] : none;
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const float values[4] = {x[load].x, x[load].y, x[load].z, x[load].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int each = column + load * kStride + i;
+        if (RowOf::kShared && each >= columns) continue;  // padding after the rank's ids
+        has_nan |= values[i] != values[i];
+        if (values[i] > most) most = values[i], at = each;
+      }
+    }
+  }
+  return rank_of(most + 0.0f, row.id_at(at));  // -0 equals 0
+}
+
+// The value of the largest rank of the warp; -inf if there is none.
+__device__ __forceinline__ float largest_of_warp(u64 rank) {
+  float value = rank ? value_of(rank) : -CUDART_INF_F;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kAll, value, offset));
+  return value;
+}
+
+// The sum of a chunk, given those of its warps.
+__device__ __forceinline__ Sum sum_of_chunk(const Sum* of_warps) {
+  float2 parts[kWarps];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) parts[w] = __ldcg(reinterpret_cast<const float2*>(of_warps + w));
+  Sum whole = {parts[0].x, parts[0].y};
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) whole = merge(whole, {parts[w].x, parts[w].y});
+  return whole;
+}
+
 // Blocks per multiprocessor: four leave 64 registers, which do not spill.
 template <typename TaskOf>
 constexpr int kLeastBlocks = std::is_same<TaskOf, SharedTask>::value ? 2 : 4;
@@ -56,11 +110,11 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
   const Row<kShared, kSeveral> row = row_of(task, index, slot);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  // scratch of a row: two ranks a block, a Sum a chunk, a maximum a segment
+  // scratch of a row: two ranks per block, a Sum per warp and chunk, a maximum per segment
   u64* const ranks =
       reinterpret_cast<u64*>(static_cast<char*>(task.scratch) + index * task.row_bytes);
   Sum* const sums = reinterpret_cast<Sum*>(ranks + 2 * task.chunks);
-  float* const maxima = reinterpret_cast<float*>(sums + task.chunks);
+  float* const maxima = reinterpret_cast<float*>(sums + kWarps * task.chunks);
 
   // ---- the sweep
   const int first_chunk = blockIdx.x * task.chunks_each,
@@ -71,11 +125,15 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   bool has_nan = false;
-  for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
+  const bool plain = row.greedy && !summed && row.wide && row.unchanged();
+  if (plain) largest = largest_unchanged(row, first_chunk, last_chunk, has_nan);
+  for (int chunk = plain ? last_chunk : first_chunk; chunk < last_chunk; ++chunk) {
     const int first = chunk * kChunk + threadIdx.x * 4;
     float x[2][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row.load4(first + half * (kChunk / 2), x[half]);
+    for (int half = 0; half < 2; ++half) row.load4_unchanged(first + half * (kChunk / 2), x[half]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row.change4(first + half * (kChunk / 2), x[half]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int id = first + half * (kChunk / 2);
@@ -87,15 +145,17 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
       for (int i = 1; i < 4; ++i)
         if (x[half][i] > most) most = x[half][i], at = i;
       if (id < task.vocab_size) {
-        const u64 rank = rank_of(most, row.id_at(id + at));
+        const u64 rank = rank_of(most + 0.0f, row.id_at(id + at));  // -0 equals 0
         largest = rank > largest ? rank : largest;
       }
-      if (drawn && most > -CUDART_INF_F && (!winner || most + kMostGumbel > value_of(winner))) {
+      // a draw below the best one of the warp so far cannot win
+      const float drawn_before = drawn ? largest_of_warp(winner) : 0.0f;
+      if (drawn && most > -CUDART_INF_F && most + kMostGumbel >= drawn_before) {
         const uint4 words = row.random(unsigned(row.id_at(id)) / 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (x[half][i] == -CUDART_INF_F ||
-              (winner && x[half][i] + kMostGumbel <= value_of(winner)))
+              x[half][i] + gumbel_bound(get(words, i)) < drawn_before)
             continue;
           const u64 rank = rank_of(x[half][i] + gumbel(get(words, i)), row.id_at(id + i));
           winner = rank > winner ? rank : winner;
@@ -125,12 +185,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
         }
       }
       mine = warp_merge(mine);
-      if (lane == 0) shared.sums[chunk % 2][warp] = mine;
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        for (int w = 1; w < kWarps; ++w) mine = merge(mine, shared.sums[chunk % 2][w]);
-        sums[chunk] = mine;
-      }
+      if (lane == 0) sums[kWarps * chunk + warp] = mine;
     }
   }
   largest = block_largest(has_nan ? kNanRank : largest, shared.ranks);
@@ -160,12 +215,19 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
   if (drawn) winner = block_largest(winner, shared.ranks);
   Sum sum = {-CUDART_INF_F, 0.0f};
   if (summed) {  // every warp computes the same result
-    for (int i = lane; i < task.chunks; i += 32)
-      sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
+    for (int first = 0; first < task.chunks; first += kThreads) {
+      __syncthreads();
+      const int count = min(kThreads, task.chunks - first);
+      if (int(threadIdx.x) < count)
+        shared.sums[threadIdx.x] = sum_of_chunk(sums + kWarps * (first + threadIdx.x));
+      __syncthreads();
+      for (int i = lane; i < count; i += 32) sum = merge(sum, shared.sums[i]);
+    }
     sum = warp_merge(sum);
     sum.most = __shfl_sync(kAll, sum.most, 0);  // the same bits everywhere
     sum.sum = __shfl_sync(kAll, sum.sum, 0);
   }
+  if (limited) stage_maxima(shared, maxima, task.segments);
   float value = 0.0f;  // the token's logit, if log_probs and kShared
   if constexpr (kShared) {
     __shared__ GatheredWords gathered;
@@ -233,7 +295,8 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
 int64_t row_bytes(int vocab) {
   const int64_t chunks = ceil_div(vocab > 0 ? vocab : 1, kChunk),
                 segments = ceil_div(vocab, kSegment);
-  return (chunks * (2 * sizeof(u64) + sizeof(Sum)) + segments * sizeof(float) + 15) / 16 * 16;
+  const int64_t bytes_per_chunk = 2 * sizeof(u64) + kWarps * sizeof(Sum);
+  return (chunks * bytes_per_chunk + segments * sizeof(float) + 15) / 16 * 16;
 }
 
 // Computes the grid of a launch over task.num_rows rows; completes the task.

@@ -87,6 +87,12 @@ __device__ __forceinline__ float gumbel(unsigned word) {
   return -logf(-log1pf(-u));
 }
 
+// An upper bound of gumbel(word) that takes few instructions: -log(u) and 0.001 for rounding, since
+// -log1p(-u) is at least u.
+__device__ __forceinline__ float gumbel_bound(unsigned word) {
+  return 22.181710f - 0.69314718f * __log2f(float(word));
+}
+
 // log-sum-exp in parts: a maximum and the sum relative to it.
 struct Sum {
   float most, sum;
@@ -111,6 +117,7 @@ __device__ __forceinline__ Sum warp_merge(Sum mine) {
 // and minimum length. A column is an id, counted from the rank's first one.
 template <bool SHARED, bool SEVERAL = false>
 struct Row {
+  static constexpr bool kShared = SHARED;
   const float* logits;
   const int16_t* counts;  // null: no penalties
   const unsigned* mask;   // null: every id is possible
@@ -130,6 +137,10 @@ struct Row {
   }
   __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
   __device__ __forceinline__ bool summed() const { return log_probs || (limited() && top_k == 0); }
+  // Returns whether mask, temperature and penalties leave every logit as it is.
+  __device__ __forceinline__ bool unchanged() const {
+    return temperature == 1.0f && !counts && !mask;
+  }
   __device__ __forceinline__ int id_at(int column) const {
     return SHARED ? first_id + column : column;
   }
@@ -166,8 +177,9 @@ struct Row {
   __device__ __forceinline__ float value_at(int column) const {
     return mask_at(column) & 1u ? adjust(logits[column], column) : -CUDART_INF_F;
   }
-  // Columns first .. first + 3, first a multiple of 4; -inf beyond the vocabulary.
-  __device__ __forceinline__ void load4(int first, float (&x)[4]) const {
+  // Loads the logits of columns first .. first + 3, first a multiple of 4; -inf beyond the
+  // vocabulary. If `wide`, padding in the last four columns is loaded as it is.
+  __device__ __forceinline__ void load4_unchanged(int first, float (&x)[4]) const {
     if (wide && first < vocab) {
       const float4 four = *reinterpret_cast<const float4*>(logits + first);
       x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -175,6 +187,10 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? logits[first + i] : -CUDART_INF_F;
     }
+  }
+  // Applies mask, temperature and penalties to what load4_unchanged loaded.
+  __device__ __forceinline__ void change4(int first, float (&x)[4]) const {
+    if (unchanged() && first + 4 <= vocab) return;
     const unsigned possible = first < vocab ? mask_at(first) : 0u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -183,6 +199,11 @@ struct Row {
       else if (SHARED)
         x[i] = -CUDART_INF_F;
     }
+  }
+  // Columns first .. first + 3, first a multiple of 4; -inf beyond the vocabulary.
+  __device__ __forceinline__ void load4(int first, float (&x)[4]) const {
+    load4_unchanged(first, x);
+    change4(first, x);
   }
   // The smallest logit that min-p keeps, as order_of; 0: it is off.
   __device__ __forceinline__ unsigned min_p_bound(float most) const {
