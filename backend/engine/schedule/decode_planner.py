@@ -84,6 +84,8 @@ class DecodePlanner:
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Continue to decode the sequences whose tokens in flight are known, the longest waiting first."""
+        if not self._awaited:
+            return
         awaited = [one for one in sequences if one.stage is Stage.AWAITED]
         known = [one for one in awaited if not one.in_flight and one.may_continue]
         for sequence in known:
@@ -161,7 +163,7 @@ class DecodePlanner:
         """
         batch = self._current() if len(sequences) == len(self.decoding) else self._batch_of(sequences)
         if self.drafts is not None:
-            counts = self.drafts.counts(sequences, draft_budget)
+            counts = self.drafts.counts(sequences, draft_budget, bool(batch.masked))
             if counts is not None or (self.drafts.needs_token and self._limits.micro_batches == 1):
                 counts = counts or [0] * len(sequences)
                 return self._draft_rows(self.drafts, sequences, batch, counts, draft_budget)

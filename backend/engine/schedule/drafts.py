@@ -84,6 +84,7 @@ class DraftPlanner:
         self._drafter, self._limits, self._cache = drafter, limits, cache
         self._most_forced = most_forced
         self._last_lengths, self.learning = last_lengths, learning
+        self._unsettled = 0  # rows in flight that may keep fewer tokens than they have
         self._reads: DraftReadPlanner | None = None
         if learning is not None and learning.keeps_cache:
             cache.track_drafter()
@@ -98,14 +99,16 @@ class DraftPlanner:
         """Return how many tokens that a grammar forces may follow the newest token of a row of a sequence."""
         return self._most_forced if may_verify(sequence) else 0
 
-    def counts(self, sequences: list[Sequence], budget: int) -> list[int] | None:
+    def counts(self, sequences: list[Sequence], budget: int, has_masked: bool) -> list[int] | None:
         """Return how many drafts each row of a step may have; None: the step has none and places no row.
 
-        budget: drafts that all rows together may have.
+        budget: drafts that all rows together may have. has_masked: whether a row obeys a grammar.
         """
-        counts = [0] * len(sequences)
         learning = self.learning
-        is_idle = learning is not None and learning.finds_nothing(sequences)
+        is_idle = learning is not None and learning.finds_nothing and not has_masked
+        if is_idle and not self._unsettled:
+            return None
+        counts = [0] * len(sequences)
         if budget > 0 and not is_idle and (learning is None or learning.may_draft(len(sequences))):
             mosts = [self._most(sequence, budget) for sequence in sequences]
             counts = mosts if learning is None else learning.choose(sequences, mosts)
@@ -149,6 +152,7 @@ class DraftPlanner:
             cache.lengths[sequence.slot] = length + count
             sequence.in_flight += count
             sequence.unsettled += count > 1
+            self._unsettled += count > 1
         row_slots = np.array([sequence.slot for sequence in sequences], np.int32)
         starts = np.zeros(len(row_slots) + 1, np.int32)
         np.cumsum(totals, out=starts[1:])
@@ -264,6 +268,7 @@ class DraftPlanner:
     def settle(self, sequence: Sequence, planned: int, accepted: int) -> None:
         """Note that an unsettled row of `planned` tokens keeps the first `accepted`."""
         sequence.unsettled -= 1
+        self._unsettled -= 1
         if sequence.slot < 0:  # preempted since, or released
             return
         self._cache.lengths[sequence.slot] -= planned - accepted

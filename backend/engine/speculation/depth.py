@@ -18,7 +18,7 @@ from tridecode.backend.engine.speculation.records import (
     SEARCHES,
     DraftRecord,
 )
-from tridecode.backend.engine.speculation.step_times import StepTimes
+from tridecode.backend.engine.speculation.step_times import Shape, StepTimes
 
 #: moving-average weight of a new result: for a sequence, and for all sequences with drafts of its kind
 _OWN_WEIGHT, _SHARED_WEIGHT = 0.1, 0.02
@@ -72,7 +72,8 @@ class DepthPolicy:
     """Learns the chances of drafts, and chooses the width of steps.
 
     A sequence that gets no drafts soon has the chance of all sequences again: a draft costs little, and the
-    text may have changed. Chances and times with which no sequence gets drafts are forgotten after a while.
+    text may have changed. Learning decides when chances and times with which no sequence gets drafts are
+    forgotten.
 
     costs: None: a row with a match gets all drafts that it may have. most: drafts per row (max_draft_tokens).
     times: what steps take in service.
@@ -84,6 +85,8 @@ class DepthPolicy:
     _shared: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
     _results: list[int] = field(default_factory=lambda: [_FIRST_RESULTS] * len(FIRST_CHANCES))
     _widths: dict[tuple[int, bool], Widths] = field(default_factory=dict)
+    #: by rows and width of a step: its padded shape and cost
+    _shapes: dict[tuple[int, int], tuple[Shape | None, float]] = field(default_factory=dict)
 
     def may_widen(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
@@ -131,13 +134,17 @@ class DepthPolicy:
         row. now: seconds."""
         if self.costs is None:
             return
+        known = self._shapes.get((rows, width))
+        if known is None:
+            known = self._shapes[rows, width] = self._shape_of(rows, width)
+        self.times.take(rows, known[0], now, known[1])
+
+    def _shape_of(self, rows: int, width: int) -> tuple[Shape | None, float]:
+        """Return the padded shape and the cost of a step; None and 0.0 if it was not measured."""
         found = self._widths_of(rows)
         sizes = [(1, found.plain), *found.several] if rows and found.plain else []
         padded = next((one for one in sizes if one[0] >= width), None)
-        if padded is None:
-            self.times.take(rows, None, now, 0.0)
-        else:
-            self.times.take(rows, (found.padded, padded[0]), now, padded[1])
+        return (None, 0.0) if padded is None else ((found.padded, padded[0]), padded[1])
 
     def chance(self, record: DraftRecord | None) -> float:
         """Return the probability that the next draft of a row is right."""
@@ -163,7 +170,7 @@ class DepthPolicy:
 
     def forget(self, source: int) -> None:
         """Forget the chance of a planned drafter and the times of steps with drafts, so that drafts that were
-        not worth their time are tried again."""
+        not worth their time are tried again. source: 0 for no planned drafter."""
         kind = DraftRecord(source=source).kind
         self._shared[kind], self._results[kind] = FIRST_CHANCES[kind], _FIRST_RESULTS
         self.times.forget()

@@ -17,8 +17,9 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 
 #: steps for which a drafter with a cache continues although drafts are not worth their time
 _PATIENCE = 8
-#: steps without drafts after which planned drafts are tried again; each failed try doubles it. A try has
-#: succeeded after as many steps with drafts
+#: steps without drafts after which drafts that were not worth their time are tried again. A planned drafter
+#: begins with the first number, and each failed try doubles it; a try has succeeded after as many steps with
+#: drafts. Others have the second
 _LEAST_REST, _MOST_REST = 64, 4096
 
 
@@ -42,7 +43,7 @@ class Learning:
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFTERS, 0))
     _idle_steps: int = 0
-    _busy_steps: int = 0  # since the planned drafter was tried again
+    _busy_steps: int = 0  # since drafts were tried again
     _rest: int = _LEAST_REST
     #: whether a row of the newest result with a search has found a match
     _has_match: bool = False
@@ -52,17 +53,20 @@ class Learning:
         """Return Drafting.least for the next plan."""
         return NEVER
 
+    def __post_init__(self) -> None:
+        if not self.planned:
+            self._rest = _MOST_REST
+
     def may_draft(self, rows: int) -> bool:
         """Return whether a step of this many rows can have drafts."""
         return self.policy.may_widen(rows)
 
-    def finds_nothing(self, sequences: list[Sequence]) -> bool:
+    @property
+    def finds_nothing(self) -> bool:
         """Return whether the search is the only drafter and found no match for any row, so that the limits of
         each row need not be computed. A row that is not in the newest result then gets its drafts one step
         later."""
-        if self.planned or self.host is not None or self._has_match:
-            return False
-        return all(one.constraint is None for one in sequences)
+        return not (self.planned or self.host is not None or self._has_match)
 
     def choose(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return the number of drafts of each row of a step. mosts: the most that each may have."""
@@ -108,17 +112,21 @@ class Learning:
             for record, count in zip(records, counts):
                 if record is not None and not count:
                     self.policy.rest(record.planned or record)
-        if any(counts):
+        self._count_step(any(counts))
+        return counts
+
+    def _count_step(self, has_drafts: bool) -> None:
+        """Count a step, and let drafts be tried again after enough steps without any."""
+        if has_drafts:
             self._idle_steps = 0
             self._busy_steps += 1
-            if self._busy_steps >= _LEAST_REST:
+            if self.planned and self._busy_steps >= _LEAST_REST:
                 self._rest = _LEAST_REST
-            return counts
+            return
         self._idle_steps += 1
         if self._idle_steps % self._rest == 0:
             self._rest, self._busy_steps = min(2 * self._rest, _MOST_REST), 0
             self.policy.forget(self.planned)
-        return counts
 
     def promises(self, sequences: list[Sequence], mosts: list[int]) -> list[int]:
         """Return how many drafts of each row the planned drafter would best compute. mosts: as above."""
@@ -154,6 +162,8 @@ class Learning:
         """Learn from the result of a step."""
         is_decode = plan.num_decodes == plan.num_rows
         self.policy.took(plan.num_rows if is_decode else 0, max(plan.queries, 1), time.perf_counter())
+        if not self.planned:
+            self._count_step(plan.queries > 0)
         if plan.queries and result.accepted is not None:
             wide = np.flatnonzero(plan.samples[: plan.num_decodes] > 1).tolist()
             for row in wide:

@@ -91,5 +91,5 @@ def test_steps_have_drafts_from_the_first_match_to_the_last(lengths: tuple[int, 
         sequence.draft_record = DraftRecord()
     for matched in (0, 0), lengths, (0, 0):
         learning.end_step(plan_of(*rows), result(*matched))
-        assert learning.finds_nothing(rows) is not any(matched)
+        assert learning.finds_nothing is not any(matched)
         assert learning.choose(rows, [4, 4]) == [4 if count else 0 for count in matched]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 from tridecode.backend.engine.speculation.depth import DepthPolicy, StepCosts
+from tridecode.backend.engine.speculation.learning import Learning
 from tridecode.backend.engine.speculation.records import DraftRecord
 from tridecode.backend.engine.speculation.step_times import StepTimes
+from tridecode.backend.engine.step.decode_graphs import decode_plan
+from tridecode.backend.engine.step.plan import StepResult
 
 COSTS = StepCosts({1: 1.0, 4: 1.0}, {(1, 2): 1.05, (1, 4): 1.1, (4, 2): 1.1, (4, 4): 1.2})
 
@@ -24,17 +30,24 @@ def drafts_of(policy: DepthPolicy) -> int:
     return count
 
 
-def test_drafts_end_where_steps_with_drafts_take_longer_than_measured_and_are_tried_again() -> None:
+def test_drafts_end_where_steps_with_drafts_take_longer_than_measured_and_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = DepthPolicy(COSTS, 7)
+    learning = Learning(policy, None)
     assert drafts_of(policy) == 3
     now = run(policy, 0.0, 6, 1.3, 1)  # plain steps also take longer than measured
     now = run(policy, now, 100, 1.3 * 1.1, 4)
     assert drafts_of(policy) == 3 and policy.times.seconds((1, 4), 1.1) == pytest.approx(1.43)
     now = run(policy, now, 9, 4.4, 4)
     assert drafts_of(policy) == 0 and policy.times.seconds((1, 4), 1.1) == pytest.approx(4.4)
-    now = run(policy, now, 4095, 1.3, 1)
+    clock = itertools.count(now, 1.3)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    step = decode_plan(1), StepResult(np.ones(1, np.int32), np.zeros(1, np.float32))
+    for _ in range(4095):
+        learning.end_step(*step)
     assert drafts_of(policy) == 0
-    run(policy, now, 1, 1.3, 1)
+    learning.end_step(*step)
     assert drafts_of(policy) == 3
 
 
