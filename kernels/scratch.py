@@ -16,7 +16,7 @@ EXCHANGE_BYTES = 1 << 20
 #: largest head size
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: from csrc/sampling/sampling_row.cuh: ids per chunk and per segment; scratch bytes per chunk
-_CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
+_CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 80
 #: from csrc/sampling/top_log_probs.cu: ids per chunk, scratch bytes per chunk
 _TOP_CHUNK, _TOP_CHUNK_BYTES = 4096, 268
 _EXPANDED = 64 << 20

@@ -265,7 +265,8 @@ def test_the_scratch_of_kernels_is_that_of_their_sources():
     threads = int(re.search(r"constexpr int kThreads = (\d+);", sampling)[1])
     assert "kChunk = 8 * kThreads" in sampling and "kSegment = 64;" in sampling
     chunks, segments = -(-50257 // (8 * threads)), -(-50257 // 64)
-    assert scratch.sample_bytes(3, 50257) == 3 * -(-(chunks * 24 + segments * 4) // 16) * 16
+    ranks, sums = 2 * 8, threads // 32 * 8  # bytes per chunk
+    assert scratch.sample_bytes(3, 50257) == 3 * -(-(chunks * (ranks + sums) + segments * 4) // 16) * 16
 
 
 @pytest.mark.skipif(not library.LIBRARY.exists(), reason="the kernel library is not built")
