@@ -5,14 +5,14 @@ A pure function, without torch or a GPU.
     gemm_int4_stream_k_sm90  up to 64 tokens, the same for large weights, stream-K through global memory
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   up to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
-    gemm_packed_wide_sm90  129 to 256 tokens of int4, tiles of 192 and 256 tokens
+    gemm_packed_wide_sm90  129 to 256 tokens of int4, tiles of 160 to 256 tokens
     gemm_packed_even_split_sm90  129 to 256 tokens of int4, few outputs; four clusters share each tile evenly
     expand_weight      more tokens: dequantises the weight to 16 bit; table.py chooses the GEMM
 """
 
 from __future__ import annotations
 
-from tridecode.kernels.gemm.plan import Device, Gemm, Plan, at_least, ceil_div
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan, ceil_div
 from tridecode.kernels.gemm.table_sm90 import (
     even_split_plan,
     fuses_heads_sm90,
@@ -42,16 +42,24 @@ INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 <
 #: minimum stages of a block
 INT4_LEAST_STAGES = 4
 #: tokens per tile of int4 with one group per granule and more than 128 tokens: every weight is dequantised
-#: once, not once per 128 tokens. Up to WIDE_HEADS_TOKENS for "qkv"
-WIDE_TOKENS, WIDE_HEADS_TOKENS = (192, 256), 192
-#: thirds of the clusters that must have a tile of these tokens. us on an H200, tiles of 128 tokens / wide
-#: tiles: 6144 x 4096 (24 tiles on 66 clusters), 192 tokens: 24.4 / 20.8, 256: 24.7 / 27.0; 28672 x 4096 with
-#: SwiGLU 97.7 / 67.6 and 97.3 / 85.5
-WIDE_THIRDS = {192: 1, 256: 2}
-#: minimum steps of a tile that four clusters share evenly. Stream-K of tiles of 128 tokens / this, 192 and
-#: 256 tokens: 4096 x 4096 (32 steps): 19.1 / 15.7 and 19.4 / 19.2; 4096 x 14336: 49.4 / 35.1 and 49.8 / 46.2
-WIDE_EVEN_STEPS = 32
-STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
+#: once, not once per 128 tokens
+WIDE_TOKENS = {"linear": (160, 192, 224, 256), "qkv": (192,), "swiglu": (160, 192, 224, 256)}
+#: thirds of the clusters that must have a tile, up to and above 192 tokens. us on an H200, tiles of 128
+#: tokens / wide tiles: 6144 x 4096 (24 tiles on 66 clusters), 192 tokens: 24.4 / 20.8, 256: 24.7 / 27.0;
+#: 28672 x 4096 with SwiGLU 97.7 / 67.6 and 97.3 / 85.5. On an H100, the same in tiles of 192 and 256 / 160
+#: and 224, 160 tokens: 63.9 / 58.0, 224: 82.7 / 71.0
+WIDE_THIRDS = 1, 2
+#: tokens of a tile that four clusters share evenly, and minimum steps of it. Stream-K of tiles of 128
+#: tokens / this, 192 and 256 tokens: 4096 x 4096 (32 steps): 19.1 / 15.7 and 19.4 / 19.2; 4096 x 14336:
+#: 49.4 / 35.1 and 49.8 / 46.2
+WIDE_EVEN_TOKENS, WIDE_EVEN_STEPS = (192, 256), 32
+#: tokens of a tile of gemm_packed_sm90. us on an H100, int4, 96 tokens in tiles of 128 / 96: 28672 x 4096:
+#: 49.0 / 44.0; 4096 x 14336: 29.3 / 27.1; 6144 x 4096: 17.5 / 15.8; 4096 x 4096: 15.3 / 13.8
+STREAM_K_TOKENS = {
+    "linear": (16, 32, 64, 96, 128),
+    "qkv": (16, 32, 64, 96, 128),
+    "swiglu": (32, 64, 96, 128),
+}
 
 _MMA_STEP_INPUTS = 2048  # inputs that the 8 warps of gemm_packed_mma process per step
 _SUM_BYTES = 8192
@@ -149,19 +157,19 @@ def _sm90(gemm: Gemm, device: Device) -> Plan | None:
     steps, sizes = ceil_div(gemm.inputs, STAGE_INPUTS), STREAM_K_TOKENS[gemm.epilogue]
     kernel = "gemm_packed_sm90"
     if gemm.operand == "int4" and gemm.tokens > sizes[-1]:
-        plan = even_split_plan(gemm._replace(operand=""), device, WIDE_TOKENS, steps, WIDE_EVEN_STEPS)
+        plan = even_split_plan(gemm._replace(operand=""), device, WIDE_EVEN_TOKENS, steps, WIDE_EVEN_STEPS)
         if plan is not None:
             return plan._replace(kernel="gemm_packed_even_split_sm90")
         if _has_wide_tiles(gemm, device):
-            kernel, sizes = "gemm_packed_wide_sm90", WIDE_TOKENS
+            kernel, sizes = "gemm_packed_wide_sm90", WIDE_TOKENS[gemm.epilogue]
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
     return stream_k_plan(gemm, device, sizes, steps)._replace(kernel=kernel, fuses_heads=heads)
 
 
 def _has_wide_tiles(gemm: Gemm, device: Device) -> bool:
     """Return whether enough clusters have a wide tile of their own; otherwise many add up each tile."""
-    tile_tokens = at_least(gemm.tokens, WIDE_TOKENS)
-    if gemm.epilogue == "qkv" and tile_tokens > WIDE_HEADS_TOKENS:
+    sizes = WIDE_TOKENS[gemm.epilogue]
+    if gemm.tokens > sizes[-1]:
         return False
     tiles, clusters = ceil_div(gemm.outputs, 256), device.multiprocessors // 2
-    return 3 * tiles >= WIDE_THIRDS[tile_tokens] * clusters
+    return 3 * tiles >= WIDE_THIRDS[gemm.tokens > 192] * clusters

@@ -6,23 +6,34 @@ from tridecode.kernels.gemm.plan import LARGE_TOKENS, LEAST_STAGES, Device, Gemm
 
 DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16, 32, 64), (32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
-#: tokens of a tile of gemm_sm90_stream_k, by epilogue
-STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
-#: and of gemm_sm90_stream_k_8bit; fp8 has registers for its two sets of accumulators only up to 128
-STREAM_K_8BIT_TOKENS = {
-    "linear": (16, 32, 64, 128, 256),
-    "qkv": (16, 32, 64, 128, 256),
-    "swiglu": (32, 64, 96, 128, 192, 256),
+#: tokens of a tile of gemm_sm90_stream_k, by epilogue. us on an H100, 28672 x 4096 with SwiGLU, 160 tokens in
+#: tiles of 192 / 160: 93.6 / 89.6; 224 in tiles of 256 / 224: 101.9 / 99.0
+STREAM_K_TOKENS = {
+    "linear": (16, 32, 64),
+    "qkv": (16, 32, 64),
+    "swiglu": (32, 64, 96, 128, 160, 192, 224, 256),
 }
-_FP8_TOKENS = 128
-#: and of gemm_sm90_stream_k_two_parts, where a token takes two columns of the instruction
+#: and of gemm_sm90_stream_k_8bit; fp8 has registers for its two sets of accumulators only up to 128. us on
+#: an H100, int8, 160 / 192 / 224 tokens in tiles of 192 (SwiGLU) or 256 and in tiles of these sizes: 28672
+#: x 4096: 52.3 / – / 57.5 and 49.9 / – / 55.9; 16384 x 4096: 38.5 / 35.2 / 33.9 and 31.0 / 31.9 / 33.1;
+#: 6144 x 4096 in tiles of 128 / 96, 192 tokens: 19.3 / 18.4
+STREAM_K_8BIT_TOKENS = {
+    "linear": (16, 32, 64, 96, 128, 160, 192, 224, 256),
+    "qkv": (16, 32, 64, 96, 128, 192, 256),
+    "swiglu": (32, 64, 96, 128, 160, 192, 224, 256),
+}
+_FP8_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 96, 128)}
+#: and of gemm_sm90_stream_k_two_parts, where a token takes two columns of the instruction. us on an H100,
+#: 6144 x 4096, 144 tokens in tiles of 32 / 96: 29.0 / 21.4; 192 in tiles of 128 / 96: 27.2 / 22.6
 STREAM_K_TWO_PARTS_TOKENS = {
-    "linear": (16, 32, 64, 128),
-    "qkv": (16, 32, 64, 128),
+    "linear": (16, 32, 64, 96, 128),
+    "qkv": (16, 32, 64, 96, 128),
     "swiglu": (32, 64, 96, 128),
 }
-#: and of gemm_sm90_even_split and gemm_sm90_even_split_8bit (fp8 only up to 128); its clusters per tile
-EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
+#: and of gemm_sm90_even_split and gemm_sm90_even_split_8bit (fp8 only up to 128); its clusters per tile. us
+#: on an H200, 4096 x 14336, 192 tokens in tiles of 256 / 192: 16 bit 47.9 / 42.3, int8 32.1 / 29.6; on an
+#: H100 54.5 / 53.3 and 36.7 / 35.6
+EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 192, 256), 4
 #: and of gemm_sm90_even_split_two_parts, by the most tokens: tokens of a tile, clusters per tile. us on an
 #: H200 for 128 / 192 / 256 tokens of 4096 x 14336, stream-K and even: 33.1 / 49.6 / 54.7 and 30.5 / 42.3 /
 #: 50.1
@@ -51,6 +62,11 @@ MEDIUM_WEIGHTS, MEDIUM_TOKENS = 5 << 21, 3
 #: 24.0 / 26.0 / 31.7 / 33.9; 4096 x 4096 (64): 13.3 / 13.8 / 17.3 / 17.0 and 14.7 / 14.3 / 19.0 / 19.2. Two
 #: clusters per tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
 EVEN_SPLIT_STAGES = 100
+#: and of int8 W8A8 with fewer stages, from EVEN_SPLIT_SHORT_STAGES on: by these tokens, tokens of a tile
+#: and clusters per tile. us on an H100, 4096 x 4096, whole tiles of 64 tokens / this, 256 tokens: 18.8 /
+#: 17.4, 192: 16.1 / 17.3. Four clusters per tile, 96 / 128 / 192 tokens: 13.9 / 14.4 / 16.1 whole and 13.1
+#: / 15.0 / 17.0
+EVEN_SPLIT_SHORT_TOKENS, EVEN_SPLIT_SHORT, EVEN_SPLIT_SHORT_STAGES = range(193, 257), (128, 2), 32
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
 #: to 256 by bandwidth, from 1024 on by the pass (docs/lab/kernels.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
@@ -171,8 +187,8 @@ def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
     """Return the possible tile sizes, in tokens, of stream-K."""
     if gemm.operand == "two_parts":
         return STREAM_K_TWO_PARTS_TOKENS[gemm.epilogue]
-    sizes = STREAM_K_8BIT_TOKENS[gemm.epilogue]
-    return tuple(size for size in sizes if not gemm.operand.startswith("fp8") or size <= _FP8_TOKENS)
+    sizes = _FP8_TOKENS if gemm.operand.startswith("fp8") else STREAM_K_8BIT_TOKENS
+    return sizes[gemm.epilogue]
 
 
 def large_8_bit_plan(gemm: Gemm, device: Device) -> Plan:
@@ -244,10 +260,16 @@ def even_split_plan(
     sizes: tokens of a tile, default: those of gemm_sm90_even_split. steps: stages of a tile, likewise.
     """
     sizes, steps = sizes or _even_split_sizes(gemm), steps or _steps(gemm)
-    if gemm.epilogue != "linear" or steps < least_steps or device.shared or gemm.tokens > sizes[-1]:
+    short = EVEN_SPLIT_SHORT_STAGES <= steps < least_steps and gemm.operand == "int8"
+    short = short and gemm.tokens in EVEN_SPLIT_SHORT_TOKENS
+    if gemm.epilogue != "linear" or device.shared or gemm.tokens > sizes[-1]:
+        return None
+    if steps < least_steps and not short:
         return None
     tile_tokens, split = at_least(gemm.tokens, sizes), EVEN_SPLIT
-    if gemm.operand == "two_parts":
+    if short:
+        tile_tokens, split = EVEN_SPLIT_SHORT
+    elif gemm.operand == "two_parts":
         tile_tokens, split = EVEN_SPLIT_TWO_PARTS[tile_tokens]
     tiles = ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * ceil_div(gemm.tokens, tile_tokens)
     clusters, most = tiles * split, device.multiprocessors // 2

@@ -104,7 +104,7 @@ def test_norm_and_activation_are_fused(cuda_place: Place, norm_bias, activation,
 def test_swiglu_pairs_gate_and_up_rows(cuda_place: Place, inner, format, dtype, activation: str):
     place = cuda_place
     case = Case(place, format, 256, 2 * inner, dtype, bias=inner == 88)
-    for tokens in (1, 2, 5, 16, 33, 64, 100, 256, 300):
+    for tokens in (1, 2, 5, 16, 33, 64, 90, 100, 160, 210, 256, 300):
         x, out = place.normal(tokens, 256, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
         place.settle()
         place.ops.linear(x, case.linear, activation=activation, out=out)

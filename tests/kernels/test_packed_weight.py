@@ -155,7 +155,7 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen(granule_input
     for shape in SHAPES.values():
         for product in [each for size in (1, 2, 4) if shape.kv_heads % size == shape.inner % size == 0
                         for each in shape.products(size).values()]:  # fmt: skip
-            for tokens, operand in itertools.product((*range(1, 130), 200, 300), ("", "int4")):
+            for tokens, operand in itertools.product((*range(1, 130), 160, 192, 200, 256, 300), ("", "int4")):
                 gemm = product._replace(tokens=tokens, operand=operand)
                 plan = choose_packed(gemm, granule_inputs, H200)
                 assert (plan.kernel == "expand_weight") == (tokens > PACKED_TOKENS)

@@ -267,7 +267,7 @@ def test_four_clusters_finish_a_tile(
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("inputs", [1024, 4096, 14336])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64, 65, 142, 200, 1000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64, 65, 96, 142, 192, 200, 256, 1000])
 def test_chosen_kernels_of_large_products(place: Place, tokens: int, inputs: int, format: str):
     dtype = torch.bfloat16
     linear = make_linear(place, inputs, 4104, dtype, format, bias=False)

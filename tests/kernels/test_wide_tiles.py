@@ -1,5 +1,6 @@
-"""Kernels of 65 to 256 tokens with weights in 8 and 4 bit, forced, against float64: gemm_packed_wide_sm90,
-and clusters that share every tile evenly (gemm_packed_even_split_sm90, gemm_sm90_even_split_two_parts).
+"""Kernels of 65 to 256 tokens, forced, against float64: gemm_packed_wide_sm90, tiles of 96 to 256 tokens of
+gemm_sm90_stream_k, and clusters that share every tile evenly (gemm_packed_even_split_sm90,
+gemm_sm90_even_split).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels import test_linear, test_two_parts, test_w8a8
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import GATES, assert_close
 from tests.kernels.test_gemm_sm90 import even_split
@@ -18,6 +20,7 @@ from tests.kernels.test_linear import make_heads
 from tests.kernels.test_packed_linear import Case
 from tests.kernels.test_two_parts import make_linear, product64
 from tridecode.kernels.formats.packed_weight import multiplied_in_int8
+from tridecode.kernels.gemm.eight_bit import Fp8Blocks
 from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.operands import Linear
 
@@ -27,8 +30,9 @@ GROUPS = [(0, False), (128, True), (384, True)]
 TOKENS = [1, 65, 96, 97, 128, 129, 150, 192, 193, 200, 256]
 #: inputs, outputs: one step, odd ends, many steps of few tiles, many tiles
 SHAPES = [(128, 128), (416, 264), (1056, 1000), (14336, 520), (512, 6152)]
-#: tiles of gemm_packed_wide_sm90, 0: gemm_packed_even_split_sm90; whether clusters share tiles
-WIDE_WAYS = [(192, True), (192, False), (256, True), (256, False)]
+#: tiles of gemm_packed_sm90 and gemm_packed_wide_sm90, 0: gemm_packed_even_split_sm90; whether clusters share
+#: tiles
+WIDE_WAYS = [(96, True), (160, True), (192, True), (192, False), (224, False), (256, True), (256, False)]
 EVEN = (0, True)
 WAYS = [*WIDE_WAYS, EVEN]
 #: four clusters, each with a step of its own, compute a tile, and those of all tiles are resident together
@@ -54,7 +58,8 @@ def force_wide(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, shared:
         tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
         clusters = min(most, tiles * -(-gemm.inputs // 128) if shared else tiles)
         heads = gemm.epilogue == "qkv"
-        return Plan("gemm_packed_wide_sm90", "forced", 256, tile, 0, clusters, shared, fuses_heads=heads)
+        kernel = "gemm_packed_wide_sm90" if tile > 128 else "gemm_packed_sm90"
+        return Plan(kernel, "forced", 256, tile, 0, clusters, shared, fuses_heads=heads)
 
     monkeypatch.setattr(place.ops.gpu, "choose_packed", plan)
 
@@ -133,20 +138,17 @@ def test_logits_of_int4_are_float32(place: Place, monkeypatch, tile: int, shared
 @pytest.mark.parametrize(
     "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (3, 1, 256, 256, False)], ids=str
 )
-def test_queries_and_keys_of_int4_are_rotated_and_kept(place: Place, monkeypatch, heads, dtype):
+@pytest.mark.parametrize("tile", [96, 192])
+def test_queries_and_keys_of_int4_are_rotated_and_kept(place: Place, monkeypatch, heads, tile: int, dtype):
     for tokens in (90, 150, 192, 200):
-        made = make_heads(place, tokens, 1024, heads, dtype)
-        case = Case(place, ("int4", 128, False), 1024, made.heads.qkv_size, dtype)
-        force_wide(place, monkeypatch, 192, True)
-        made.linear = case.linear
-        out = made.project(place)
+        heads_case = make_heads(place, tokens, 1024, heads, dtype)
+        case = Case(place, ("int4", 128, False), 1024, heads_case.heads.qkv_size, dtype)
+        force_wide(place, monkeypatch, tile, True)
+        heads_case.linear = case.linear
+        out = heads_case.project(place)
         dense = Linear(case.weight.expanded(torch.float64), case.bias)
-        assert_close("linear", out, replace(made, linear=dense).wanted())
-        size, num_heads, num_kv_heads = made.heads.head_size, made.heads.num_heads, made.heads.num_kv_heads
-        rows = torch.arange(tokens, device=place.device) != made.unwritten
-        held = made.cache.blocks.transpose(1, 3).flatten(0, 1)  # (slots, kv head, k and v, size)
-        kept = out.unflatten(1, (-1, size))[:, num_heads:].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
-        assert torch.equal(held[made.slots[rows].long()], kept[rows])
+        assert_close("linear", out, replace(heads_case, linear=dense).wanted())
+        assert_kept(place, heads_case, out)
 
 
 def applied(activation: str | None, sums: Tensor) -> Tensor:
@@ -172,3 +174,133 @@ def test_products_in_two_parts(place: Place, monkeypatch, shape, tile: int, spli
             assert_same_twice(
                 place, x, linear, None, applied("gelu", product64(x, linear)), activation="gelu"
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "tile", "split"), [("16 bit", 192, 4), ("int8", 128, 2), ("int8", 192, 4)])
+@pytest.mark.parametrize("shape", [(528, 264), (1040, 1000), (14336, 520), (4096, 1032)], ids=str)
+def test_products_of_evenly_shared_tiles(
+    place: Place, monkeypatch, shape, kind: str, tile: int, split: int, dtype
+):
+    linear, exact = made(place, kind, shape, dtype)
+    kernel = "gemm_sm90_even_split" + {"16 bit": "", "int8": "_8bit"}[kind]
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", lambda gemm: even_split(gemm, tile, kernel, split))
+    for tokens in (*TOKENS, 300):
+        x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+        assert_same_twice(place, x, linear, residual, exact(x) + residual.double())
+
+
+def made(place: Place, kind: str, shape: tuple[int, int], dtype: torch.dtype):
+    """Return a linear of random values, and its product in float64. kind: "16 bit", "int8" (W8A8) or
+    "two_parts".
+    """
+    if kind == "16 bit":
+        linear = test_linear.make_linear(place, *shape, dtype)
+        return linear, lambda x: test_linear.product64(x, linear)
+    if kind == "int8":
+        linear = test_w8a8.make_linear(place, *shape, dtype, "int8")
+        return linear, lambda x: test_w8a8.product64(x, linear)
+    linear = test_two_parts.make_linear(place, *shape, dtype)
+    return linear, lambda x: test_two_parts.product64(x, linear)
+
+
+def force_stream_k(place: Place, monkeypatch: pytest.MonkeyPatch, tile: int, shared: bool) -> None:
+    """Force gemm_sm90_stream_k of any operand. shared: each cluster has one or more steps of a tile."""
+    most = place.ops.gpu.gemm_device.multiprocessors // 2
+
+    def plan(gemm: Gemm) -> Plan:
+        suffix = {"": "", "two_parts": "_two_parts"}.get(gemm.operand, "_8bit")
+        tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
+        steps = -(-gemm.inputs // (128 if gemm.operand else 64))
+        clusters = min(most, tiles * steps if shared else tiles)
+        heads = gemm.epilogue == "qkv"
+        return Plan(
+            f"gemm_sm90_stream_k{suffix}", "forced", 256, tile, 0, clusters, shared, fuses_heads=heads
+        )
+
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", plan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "tile"), [("int8", 96), ("int8", 160), ("int8", 192), ("int8", 224), ("two_parts", 96)]
+)
+@pytest.mark.parametrize("shape", [(128, 128), (144, 264), (1040, 1000), (4096, 512), (512, 9216)], ids=str)
+def test_products_of_tiles(place: Place, monkeypatch, shape, kind: str, tile: int, shared: bool, dtype):
+    linear, exact = made(place, kind, shape, dtype)
+    force_stream_k(place, monkeypatch, tile, shared)
+    for tokens in (65, 96, 150, 224, 300):
+        x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+        assert_same_twice(place, x, linear, residual, exact(x) + residual.double())
+        if tokens in (150, 224):
+            wanted = applied("gelu", exact(x))
+            assert_same_twice(place, x, linear, None, wanted, activation="gelu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("format", ["fp8", "fp8_blocks"])
+@pytest.mark.parametrize("shape", [(144, 264), (1040, 1000), (4096, 512), (512, 9216)], ids=str)
+def test_fp8_products_of_tiles_of_96_tokens(
+    place: Place, monkeypatch, shape, format: str, shared: bool, dtype
+):
+    linear = test_w8a8.make_linear(place, *shape, dtype, format)
+    force_stream_k(place, monkeypatch, 96, shared)
+    monkeypatch.setattr(Fp8Blocks, "library_rows", lambda *_: 0)  # all rows by the kernel
+    for tokens in (65, 96, 150, 192):
+        x, residual = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+        outs = [place.poison(tokens, shape[1], dtype=dtype) for _ in range(2)]
+        place.settle()
+        for out in outs:
+            place.ops.linear(x, linear, residual=residual, out=out)
+        assert torch.equal(*outs)
+        wanted = test_w8a8.product64(x, linear) + residual.double()
+        test_w8a8.assert_product(format, shape[0], outs[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [("16 bit", 160), ("16 bit", 224), *(("int8", tile) for tile in (128, 160, 192, 224, 256))],
+)
+@pytest.mark.parametrize("shape", [(4096, 1040), (272, 22016)], ids=str)
+def test_gates_of_tiles(
+    place: Place, monkeypatch, shape, kind: str, tile: int, shared: bool, activation: str, dtype
+):
+    linear, exact = made(place, kind, shape, dtype)
+    force_stream_k(place, monkeypatch, tile, shared)
+    for tokens in (97, 150, 224):
+        x = place.normal(tokens, shape[0], dtype=dtype)
+        assert_same_twice(place, x, linear, None, applied(activation, exact(x)), activation=activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "tile"), [("int8", 96), ("int8", 192), ("two_parts", 96)])
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (3, 1, 256, 256, False)], ids=str
+)
+def test_queries_and_keys_of_tiles_are_rotated_and_kept(
+    place: Place, monkeypatch, heads, kind: str, tile: int, dtype
+):
+    for tokens in (70, 96, 150, 192, 200):
+        heads_case = make_heads(place, tokens, 1024, heads, dtype)
+        linear, _ = made(place, kind, (1024, heads_case.heads.qkv_size), dtype)
+        force_stream_k(place, monkeypatch, tile, True)
+        out = replace(heads_case, linear=linear).project(place)
+        exact = Linear(linear.weight.expanded(torch.float64), linear.bias)
+        x = test_w8a8.rounded64(heads_case.x, "int8") if kind == "int8" else heads_case.x
+        assert_close("linear", out, replace(heads_case, x=x, linear=exact).wanted().to(place.device))
+        assert_kept(place, heads_case, out)
+
+
+def assert_kept(place: Place, heads_case, out: Tensor) -> None:
+    """The cache holds the keys and values of `out`, except those of the unwritten row."""
+    heads, tokens = heads_case.heads, out.shape[0]
+    rows = torch.arange(tokens, device=place.device) != heads_case.unwritten
+    held = heads_case.cache.blocks.transpose(1, 3).flatten(0, 1)  # (slots, kv head, k and v, size)
+    kept = out.unflatten(1, (-1, heads.head_size))[:, heads.num_heads :]
+    kept = kept.unflatten(1, (2, heads.num_kv_heads)).transpose(1, 2)
+    assert torch.equal(held[heads_case.slots[rows].long()], kept[rows])

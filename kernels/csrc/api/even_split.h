@@ -1,4 +1,5 @@
-// GEMMs of 65 to 256 tokens with weights in 8 and 4 bit and x in 16 bit. Part of api.h.
+// GEMMs of 65 to 256 tokens: weights in 8 and 4 bit and x in 16 bit, and tiles that api/gemm.h does
+// not list. Part of api.h.
 #pragma once
 #include "api/gemm.h"
 
@@ -7,6 +8,9 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
+// gemm_sm90_even_split and gemm_sm90_even_split_8bit also have tile_tokens 192, the latter 128 with
+// split 2, and gemm_sm90_stream_k_two_parts has 96 with any epilogue.
+
 // gemm_sm90_even_split_8bit with kOperandTwoParts: tile_tokens 128, split 2 or 4, or 96 and 2.
 int tridecode_gemm_sm90_even_split_two_parts(const tridecode_gemm_task* task, void* stream);
 
@@ -14,7 +18,7 @@ int tridecode_gemm_sm90_even_split_two_parts(const tridecode_gemm_task* task, vo
 // split 4.
 int tridecode_gemm_packed_even_split_sm90(const tridecode_gemm_task* task, void* stream);
 
-// gemm_packed_sm90 (api/packed.h) for the same weights: tile_tokens 192, or 256 without heads.
+// gemm_packed_sm90 (api/packed.h) for the same weights: tile_tokens 192, without heads 160 to 256.
 int tridecode_gemm_packed_wide_sm90(const tridecode_gemm_task* task, void* stream);
 
 #pragma GCC visibility pop

@@ -11,7 +11,7 @@ extern "C" {
 
 // The same product with a weight in 8 or 4 bit. packed_mma: 1 to 8 tokens, tile_outputs 16; norm,
 // split and alignment as gemm_mma, rotation by halves. packed_sm90: as gemm_sm90_stream_k,
-// tile_tokens 16 (no SwiGLU), 32, 64 or 128.
+// tile_tokens 16 (no SwiGLU) to 128.
 int tridecode_gemm_packed_mma(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 

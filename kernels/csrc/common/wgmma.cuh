@@ -62,8 +62,10 @@ __device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
 #define TRIDECODE_N64 TRIDECODE_N32 ", " TRIDECODE_S2 ", " TRIDECODE_S3
 #define TRIDECODE_N96 TRIDECODE_N64 ", " TRIDECODE_S4 ", " TRIDECODE_S5
 #define TRIDECODE_N128 TRIDECODE_N96 ", " TRIDECODE_S6 ", " TRIDECODE_S7
-#define TRIDECODE_N192 TRIDECODE_N128 ", " TRIDECODE_S8 ", " TRIDECODE_S9 ", " TRIDECODE_S10 ", " TRIDECODE_S11
-#define TRIDECODE_N256 TRIDECODE_N192 ", " TRIDECODE_S12 ", " TRIDECODE_S13 ", " TRIDECODE_S14 ", " TRIDECODE_S15
+#define TRIDECODE_N160 TRIDECODE_N128 ", " TRIDECODE_S8 ", " TRIDECODE_S9
+#define TRIDECODE_N192 TRIDECODE_N160 ", " TRIDECODE_S10 ", " TRIDECODE_S11
+#define TRIDECODE_N224 TRIDECODE_N192 ", " TRIDECODE_S12 ", " TRIDECODE_S13
+#define TRIDECODE_N256 TRIDECODE_N224 ", " TRIDECODE_S14 ", " TRIDECODE_S15
 // kind: "k16.f32.f16.f16"; rest: the operands after scale-d
 #define TRIDECODE_WGMMA(kind, rest, n, registers, at_a, at_b, at_add, ...)                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " at_add ", 0;\n"                            \
@@ -78,7 +80,9 @@ __device__ __forceinline__ uint64_t later(uint64_t descriptor, int bytes) {
   if constexpr (N == 64) TRIDECODE_WGMMA(kind, rest, "64", TRIDECODE_N64, "%32", "%33", "%34", C##4(0)); \
   if constexpr (N == 96) TRIDECODE_WGMMA(kind, rest, "96", TRIDECODE_N96, "%48", "%49", "%50", C##4(0), C##2(4)); \
   if constexpr (N == 128) TRIDECODE_WGMMA(kind, rest, "128", TRIDECODE_N128, "%64", "%65", "%66", C##8(0)); \
+  if constexpr (N == 160) TRIDECODE_WGMMA(kind, rest, "160", TRIDECODE_N160, "%80", "%81", "%82", C##8(0), C##2(8)); \
   if constexpr (N == 192) TRIDECODE_WGMMA(kind, rest, "192", TRIDECODE_N192, "%96", "%97", "%98", C##8(0), C##4(8)); \
+  if constexpr (N == 224) TRIDECODE_WGMMA(kind, rest, "224", TRIDECODE_N224, "%112", "%113", "%114", C##8(0), C##4(8), C##2(12)); \
   if constexpr (N == 256) TRIDECODE_WGMMA(kind, rest, "256", TRIDECODE_N256, "%128", "%129", "%130", C##8(0), C##8(8))
 // clang-format on
 
@@ -118,7 +122,12 @@ __device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int 
   if constexpr (N == 16) TRIDECODE_WGMMA_ROWS(type, "16", TRIDECODE_N16, "%8", "%9", "%10", "%11", "%12", columns, TRIDECODE_C(0)); \
   if constexpr (N == 32) TRIDECODE_WGMMA_ROWS(type, "32", TRIDECODE_N32, "%16", "%17", "%18", "%19", "%20", columns, TRIDECODE_C2(0)); \
   if constexpr (N == 64) TRIDECODE_WGMMA_ROWS(type, "64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", columns, TRIDECODE_C4(0)); \
-  if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", columns, TRIDECODE_C8(0))
+  if constexpr (N == 96) TRIDECODE_WGMMA_ROWS(type, "96", TRIDECODE_N96, "%48", "%49", "%50", "%51", "%52", columns, TRIDECODE_C4(0), TRIDECODE_C2(4)); \
+  if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", columns, TRIDECODE_C8(0)); \
+  if constexpr (N == 160) TRIDECODE_WGMMA_ROWS(type, "160", TRIDECODE_N160, "%80", "%81", "%82", "%83", "%84", columns, TRIDECODE_C8(0), TRIDECODE_C2(8)); \
+  if constexpr (N == 192) TRIDECODE_WGMMA_ROWS(type, "192", TRIDECODE_N192, "%96", "%97", "%98", "%99", "%100", columns, TRIDECODE_C8(0), TRIDECODE_C4(8)); \
+  if constexpr (N == 224) TRIDECODE_WGMMA_ROWS(type, "224", TRIDECODE_N224, "%112", "%113", "%114", "%115", "%116", columns, TRIDECODE_C8(0), TRIDECODE_C4(8), TRIDECODE_C2(12)); \
+  if constexpr (N == 256) TRIDECODE_WGMMA_ROWS(type, "256", TRIDECODE_N256, "%128", "%129", "%130", "%131", "%132", columns, TRIDECODE_C8(0), TRIDECODE_C8(8))
 // clang-format on
 
 // c (64 x N) += a (64 x 16) * b (16 x N): a in registers, the warp's 16 rows as for multiply_add; b

@@ -26,58 +26,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                                 const __grid_constant__ GemmTask task,
                                 const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kTokens = N / SPLIT;  // of the share that a cluster finishes
-  using F = Finish<X, kTokens, kPlain>;
-  using S = WideShape<N>;
-  static_assert(kEvenBytes<S, N, SPLIT> <= 226 * 1024);
-  extern __shared__ char raw[];
-  char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-  __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
-  const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
-  if (threadIdx.x == 0) {
-    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 2);
-    fence_barriers();
-  }
-  cluster_sync();
-
-  if (group == kGroups) {
-    give_registers<40>();
-    if (threadIdx.x == kGroups * 128) {
-      copy_wide_stages<N, kPlain>(&weight_map, &groups_map, &x_map, task, division, base, full,
-                                  empty);
-    } else {
-      wait_for_predecessor();
-    }
-  } else {
-    take_registers<232>();
-    wait_for_predecessor();
-    WideProducts<X, N> products{base, full, empty};
-    F finish{
-        task,           &out_map,
-        &residual_map,  base + S::kStages * S::kStageBytes + group * kBuffers * F::S::kBufferBytes,
-        arrived[group], group};
-    Walk walk(division, cluster);
-    Part part;
-    walk.take(division, part);  // the only one
-    const int column =
-        finish.first_column(part.row_tile * kClusterRows + cluster_rank() * kBlockRows);
-    const int first = part.token_tile * N, token = first + cluster % SPLIT * kTokens;
-    const bool finishes = token < task.tokens;
-    if (finishes) {
-      if (task.residual && threadIdx.x % 128 == 0) finish.load_first_residuals(column, token);
-      finish.load_biases(column);
-    }
-    float c[N / 2], sums[kTokens / 2];
-    products.add_up(c, part.end - part.begin, group);
-    exchange_shares<N, SPLIT>(c, sums, task, cluster, group, task.tokens - first);
-    if (finishes) {
-      finish.activate_all(sums);
-      finish.store_all(sums, column, token);
-    }
-    if (threadIdx.x % 128 == 0) wait_stores_read<0>();
-  }
-  __syncwarp();
-  cluster_sync();  // no load or arrival from the other block is in flight
+  share_tile<X, X, N, SPLIT, WideShape<N>>(
+      &out_map, &residual_map, task, division,
+      [&](char* base, uint64_t* full, uint64_t* empty) {
+        copy_wide_stages<N, kPlain>(&weight_map, &groups_map, &x_map, task, division, base, full,
+                                    empty);
+      },
+      [&](float (&c)[N / 2], int steps, int group, const StageScales&, const char* base,
+          uint64_t* full,
+          uint64_t* empty) { WideProducts<X, N>{{base, full, empty}}.add_up(c, steps, group); });
 #endif
 }
 

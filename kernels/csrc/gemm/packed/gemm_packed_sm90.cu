@@ -91,20 +91,11 @@ __device__ __forceinline__ void copy_packed_stages(const CUtensorMap* weight_map
 
 // A consumer warp group's loop over pipeline stages.
 template <typename X, WeightFormat F, int N>
-struct PackedProducts {
+struct PackedProducts : PackedRing<PackedShape<F, N>> {
   using S = PackedShape<F, N>;
-  const char* base;
-  uint64_t* full;
-  uint64_t* empty;
+  using Ring = PackedRing<S>;
+  using Ring::base, Ring::full, Ring::stage, Ring::parity, Ring::load, Ring::release;
   int groups;  // of a granule, int4
-  int stage = 0, parity = 0;
-
-  // Release the stage in both blocks, since each loads half of it: this warp no longer reads it.
-  // Called by every lane.
-  __device__ __forceinline__ void release(int at) {
-    const int lane = threadIdx.x % 32;
-    if (lane < 2) barrier_arrive_at(empty + at, lane);
-  }
 
   // Dequantises the operands of 64 inputs of a stage, 16 at a time. eight: the first of the warp's
   // two groups of eight rows.
@@ -131,32 +122,13 @@ struct PackedProducts {
     }
   }
 
-  // A lane's share of a stage of int4 with one group of a granule: 16 bytes of rows g and g + 8,
-  // and their groups.
-  struct Loaded {
-    uint4 words[2];
-    uint32_t group[2];
-  };
-
-  __device__ __forceinline__ void load(Loaded& to, int eight) const {
-    const int lane = threadIdx.x % 32;
-    const char* const weights = base + stage * S::kStageBytes;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      to.words[i] =
-          *reinterpret_cast<const uint4*>(weights + (eight + i) * kGranuleBytes + lane * 16);
-      to.group[i] = reinterpret_cast<const uint32_t*>(
-          weights + S::kWeightBytes)[(eight + i) * kGranuleRows + lane / 4];
-    }
-  }
-
   // add_up for int4 with one group per granule. The next stage's words are loaded while the wgmmas
   // of this one run.
   __device__ __forceinline__ void add_up_groups(float (&c)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
     uint32_t a[2][4][4];
     int held = -1;
-    Loaded next;
+    typename Ring::Loaded next;
     barrier_wait(full + stage, parity);
     load(next, eight);
     for (int step = 0; step < steps; ++step) {
@@ -289,7 +261,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     wait_for_predecessor();
-    PackedProducts<X, F, N> products{base, full, empty, task.granule_groups};
+    PackedProducts<X, F, N> products{{base, full, empty}, task.granule_groups};
     Finish<X, N, MODE> finish{
         task,
         &out_map,
@@ -359,8 +331,9 @@ int run(const GemmTask& task, const Division& division, void* stream) {
   _(16, kPlain) _(16, kQkv) _(16, kQkvRotary)           \
   _(32, kPlain) _(32, kQkv) _(32, kQkvRotary)           \
   _(64, kPlain) _(64, kQkv) _(64, kQkvRotary)           \
+  _(96, kPlain) _(96, kQkv) _(96, kQkvRotary)           \
   _(128, kPlain) _(128, kQkv) _(128, kQkvRotary)        \
-  _(32, kGated) _(64, kGated) _(128, kGated)
+  _(32, kGated) _(64, kGated) _(96, kGated) _(128, kGated)
 // clang-format on
 
 }  // namespace
@@ -370,26 +343,23 @@ using namespace tridecode;
 
 int tridecode_gemm_packed_sm90(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
-  const Mode mode = mode_of(task);
-  int status = check_task("gemm_packed_sm90", task, mode);
-  if (status) return status;
-  const int n = task.tile_tokens, groups = task.granule_groups;
-  if (task.clusters < 1 || n < 1)
-    return fail("gemm_packed_sm90: %d clusters, a tile of %d tokens", task.clusters, n);
+  const char* const name = "gemm_packed_sm90";
+  const int groups = task.granule_groups;
   if (task.weight_format == kInt4 && groups != 1 && groups != 2 && groups != 4)
-    return fail("gemm_packed_sm90: %d groups of a granule; wanted 1, 2 or 4", groups);
-  status = check_sums("gemm_packed_sm90", task);
-  if (status) return status;
-  const Division division = divide(task, kPackedInputs);
-  return for_weight_format(task.weight_format, "gemm_packed_sm90", [&](auto format) {
-    return for_16_bit_dtype(task.dtype, "gemm_packed_sm90", [&](auto zero) {
-      using X = decltype(zero);
-      constexpr WeightFormat F = decltype(format)::value;
-#define TRIDECODE_RUN(tokens_, mode_) \
-  if (n == tokens_ && mode == mode_) return run<X, F, tokens_, mode_>(task, division, stream);
-      TRIDECODE_INSTANCES(TRIDECODE_RUN)
-      return fail("gemm_packed_sm90: no instance for a tile of %d tokens, epilogue %d", n,
-                  int(mode));
+    return fail("%s: %d groups of a granule; wanted 1, 2 or 4", name, groups);
+  auto run_mode = [&](Mode mode, const Division& division) {
+    return for_weight_format(task.weight_format, name, [&](auto format) {
+      return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
+        using X = decltype(zero);
+        constexpr WeightFormat F = decltype(format)::value;
+#define TRIDECODE_RUN(tokens_, mode_)               \
+  if (task.tile_tokens == tokens_ && mode == mode_) \
+    return run<X, F, tokens_, mode_>(task, division, stream);
+        TRIDECODE_INSTANCES(TRIDECODE_RUN)
+        return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
+                    int(mode));
+      });
     });
-  });
+  };
+  return divided(name, task, run_mode, kPackedInputs);
 }

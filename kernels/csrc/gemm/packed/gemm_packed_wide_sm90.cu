@@ -1,5 +1,5 @@
 // out = epilogue(x * weight^T) with TMA and wgmma, for int4 with one group per granule and 129 or
-// more tokens: gemm_packed_sm90.cu with tiles of 192 or 256 tokens (gemm_packed_wide_sm90.cuh).
+// more tokens: gemm_packed_sm90.cu with tiles of 160 to 256 tokens (gemm_packed_wide_sm90.cuh).
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group for each tile of tokens.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -47,7 +47,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     take_registers<232>();
     wait_for_predecessor();
-    WideProducts<X, N> products{base, full, empty};
+    WideProducts<X, N> products{{base, full, empty}};
     Finish<X, N, MODE> finish{
         task,
         &out_map,
@@ -103,8 +103,9 @@ int run(const GemmTask& task, const Division& division, void* stream) {
 // (tokens of a tile, epilogue). packed_table.py chooses among them.
 // clang-format off
 #define TRIDECODE_INSTANCES(_)                                           \
-  _(192, kPlain) _(192, kQkv) _(192, kQkvRotary) _(192, kGated)          \
-  _(256, kPlain) _(256, kGated)
+  _(160, kPlain) _(192, kPlain) _(224, kPlain) _(256, kPlain)            \
+  _(160, kGated) _(192, kGated) _(224, kGated) _(256, kGated)            \
+  _(192, kQkv) _(192, kQkvRotary)
 // clang-format on
 
 }  // namespace
@@ -115,21 +116,17 @@ using namespace tridecode;
 int tridecode_gemm_packed_wide_sm90(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
   const char* const name = "gemm_packed_wide_sm90";
-  const Mode mode = mode_of(task);
-  int status = check_task(name, task, mode);
-  if (!status) status = check_wide(name, task);
-  if (!status) status = check_sums(name, task);
-  if (status) return status;
-  if (task.clusters < 1 || task.tile_tokens < 1)
-    return fail("%s: %d clusters, a tile of %d tokens", name, task.clusters, task.tile_tokens);
-  const Division division = divide(task, kStepInputs);
-  return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
-    using X = decltype(zero);
+  if (int status = check_wide(name, task)) return status;
+  auto run_mode = [&](Mode mode, const Division& division) {
+    return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
+      using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_)               \
   if (task.tile_tokens == tokens_ && mode == mode_) \
     return run<X, tokens_, mode_>(task, division, stream);
-    TRIDECODE_INSTANCES(TRIDECODE_RUN)
-    return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
-                int(mode));
-  });
+      TRIDECODE_INSTANCES(TRIDECODE_RUN)
+      return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
+                  int(mode));
+    });
+  };
+  return divided(name, task, run_mode, kStepInputs);
 }

@@ -1,5 +1,5 @@
 // The mainloop of gemm_packed_wide_sm90.cu and gemm_packed_even_split_sm90.cu: int4 with one group
-// per granule, and tiles of 192 or 256 tokens. A weight is dequantised once, where the tiles of
+// per granule, and tiles of 160 to 256 tokens. A weight is dequantised once, where the tiles of
 // gemm_packed_sm90.cu, of up to 128 tokens, dequantise it twice.
 //
 // A step has 128 inputs in two stages of the ring, each with 64 inputs of x. Each block loads half
@@ -93,57 +93,12 @@ __device__ __forceinline__ void copy_wide_stages(const CUtensorMap* weight_map,
   }
 }
 
-// group_multiply_add_registers for wide tiles.
-template <typename X, int N>
-__device__ __forceinline__ void multiply_add_wide(float (&c)[N / 2], const uint32_t (&a)[4],
-                                                  uint64_t b) {
-  // clang-format off
-  if constexpr (N == 192 && std::is_same<X, half>::value) {
-    TRIDECODE_WGMMA_ROWS("f16", "192", TRIDECODE_N192, "%96", "%97", "%98", "%99", "%100", "0", TRIDECODE_C8(0), TRIDECODE_C4(8));
-  } else if constexpr (N == 192) {
-    TRIDECODE_WGMMA_ROWS("bf16", "192", TRIDECODE_N192, "%96", "%97", "%98", "%99", "%100", "0", TRIDECODE_C8(0), TRIDECODE_C4(8));
-  } else if constexpr (N == 256 && std::is_same<X, half>::value) {
-    TRIDECODE_WGMMA_ROWS("f16", "256", TRIDECODE_N256, "%128", "%129", "%130", "%131", "%132", "0", TRIDECODE_C8(0), TRIDECODE_C8(8));
-  } else {
-    static_assert(N == 256);
-    TRIDECODE_WGMMA_ROWS("bf16", "256", TRIDECODE_N256, "%128", "%129", "%130", "%131", "%132", "0", TRIDECODE_C8(0), TRIDECODE_C8(8));
-  }
-  // clang-format on
-}
-
 // A consumer warp group's loop over pipeline stages.
 template <typename X, int N>
-struct WideProducts {
+struct WideProducts : PackedRing<WideShape<N>> {
   using S = WideShape<N>;
-  const char* base;
-  uint64_t* full;
-  uint64_t* empty;
-  int stage = 0, parity = 0;
-
-  // Release the stage in both blocks, since each loads half of it: this warp no longer reads it.
-  // Called by every lane.
-  __device__ __forceinline__ void release(int at) {
-    const int lane = threadIdx.x % 32;
-    if (lane < 2) barrier_arrive_at(empty + at, lane);
-  }
-
-  // A lane's share of a step: 16 bytes of rows g and g + 8, and their groups.
-  struct Loaded {
-    uint4 words[2];
-    uint32_t group[2];
-  };
-
-  __device__ __forceinline__ void load(Loaded& to, int eight) const {
-    const int lane = threadIdx.x % 32;
-    const char* const weights = base + stage * S::kStageBytes;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      to.words[i] =
-          *reinterpret_cast<const uint4*>(weights + (eight + i) * kGranuleBytes + lane * 16);
-      to.group[i] = reinterpret_cast<const uint32_t*>(
-          weights + S::kWeightBytes)[(eight + i) * kGranuleRows + lane / 4];
-    }
-  }
+  using Ring = PackedRing<S>;
+  using Ring::base, Ring::full, Ring::stage, Ring::parity, Ring::load, Ring::release;
 
   // c = the sums of `steps` steps. The next step's words are loaded while the wgmmas of this one
   // run.
@@ -153,7 +108,7 @@ struct WideProducts {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
     uint32_t a[2][4][4];
     int held = -1;
-    Loaded next;
+    typename Ring::Loaded next;
     barrier_wait(full + stage, parity);
     load(next, eight);
     for (int step = 0; step < steps; ++step) {
@@ -177,7 +132,8 @@ struct WideProducts {
         const uint64_t b = descriptor(base + stage * S::kStageBytes + S::kX, 1024);
         group_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) multiply_add_wide<X, N>(c, a[which][k], later(b, 32 * k));
+        for (int k = 0; k < 4; ++k)
+          group_multiply_add_registers<X, N>(c, a[which][k], later(b, 32 * k));
         commit_group();
         const int before = held;  // the last stage, which the last group of wgmmas read
         held = stage;

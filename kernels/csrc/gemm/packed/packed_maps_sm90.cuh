@@ -1,6 +1,7 @@
 // TMA loads of packed weights (packed_weight.cuh), for gemm_packed_sm90.cu and gemm_int4_sm90.cu:
 // boxes of 128 rows of granules or of the words of their groups, in order, or each 8 rows followed
-// by the 8 of their pairs (SwiGLU's gate and up, the halves of a rotated head).
+// by the 8 of their pairs (SwiGLU's gate and up, the halves of a rotated head). And the consumers'
+// side of a ring of such stages.
 #pragma once
 #include "gemm/packed/packed_weight.cuh"
 #include "gemm/sm90/gemm_sm90_mainloop.cuh"
@@ -26,6 +27,42 @@ __device__ __forceinline__ void copy_packed(void* to, const CUtensorMap* map, in
     copy_granules<3>(to, map, chunk, row / 8, 0, 0, barrier, policy);
   }
 }
+
+// A consumer warp's place in a ring of stages, each loaded by two blocks. A stage begins with
+// granules of 128 rows and, S::kWeightBytes further on, the words of their groups.
+template <typename S>
+struct PackedRing {
+  const char* base;
+  uint64_t* full;
+  uint64_t* empty;
+  int stage = 0, parity = 0;
+
+  // Release the stage in both blocks, since each loads half of it: this warp no longer reads it.
+  // Called by every lane.
+  __device__ __forceinline__ void release(int at) {
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) barrier_arrive_at(empty + at, lane);
+  }
+
+  // A lane's share of 128 inputs of int4 with one group of a granule: 16 bytes of rows g and g + 8,
+  // and their groups.
+  struct Loaded {
+    uint4 words[2];
+    uint32_t group[2];
+  };
+
+  __device__ __forceinline__ void load(Loaded& to, int eight) const {
+    const int lane = threadIdx.x % 32;
+    const char* const weights = base + stage * S::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to.words[i] =
+          *reinterpret_cast<const uint4*>(weights + (eight + i) * kGranuleBytes + lane * 16);
+      to.group[i] = reinterpret_cast<const uint32_t*>(
+          weights + S::kWeightBytes)[(eight + i) * kGranuleRows + lane / 4];
+    }
+  }
+};
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

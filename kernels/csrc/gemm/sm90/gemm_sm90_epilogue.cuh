@@ -305,7 +305,7 @@ struct Finish {
   }
 
   // The angles of kBatch of the lane's tokens.
-  static constexpr int kBatch = N < 32 ? N / 4 : N <= 64 ? 8 : N <= 128 ? 16 : 4;
+  static constexpr int kBatch = N < 32 ? N / 4 : N <= 96 ? 8 : N <= 128 ? 16 : 4;
   struct Angles {
     float cosines[kBatch], sines[kBatch];
   };

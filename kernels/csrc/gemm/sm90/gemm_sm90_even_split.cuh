@@ -84,24 +84,16 @@ __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
   }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
-// X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens
-// of a tile.
-template <typename X, typename Operand, int N, int SPLIT>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    gemm_sm90_even_split(const __grid_constant__ CUtensorMap weight_map,
-                         const __grid_constant__ CUtensorMap x_map,
-                         const __grid_constant__ CUtensorMap out_map,
-                         const __grid_constant__ CUtensorMap residual_map,
-                         const __grid_constant__ GemmTask task,
-                         const __grid_constant__ Division division) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// The kernel of a block. X, Operand: as below; S: the shape of the ring. copy(base, full, empty),
+// in one thread, loads the stages of the cluster's part of a tile, and add_up(c, steps, group,
+// scales, base, full, empty) computes its sums.
+template <typename X, typename Operand, int N, int SPLIT, typename S, typename Copy, typename AddUp>
+__device__ __forceinline__ void share_tile(const CUtensorMap* out_map,
+                                           const CUtensorMap* residual_map, const GemmTask& task,
+                                           const Division& division, Copy copy, AddUp add_up) {
   constexpr int kTokens = N / SPLIT;  // of the share that a cluster finishes
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, kTokens, kPlain, kScaled>;
-  using S = Shape<N, kPartsOf<Operand>>;
-  static_assert(!S::kSlim, "a warp group holds a whole tile in registers");
   static_assert(kEvenBytes<S, N, SPLIT> <= 226 * 1024);
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
@@ -117,17 +109,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
-      copy_stages<S, N, kPlain>(&weight_map, &x_map, task, division, base, full, empty);
+      copy(base, full, empty);
     } else {
       wait_for_predecessor();
     }
   } else {
     take_registers<232>();
     wait_for_predecessor();
-    Products<Operand, N, S, 2, true> products{base, full, empty};
     F finish{
-        task,           &out_map,
-        &residual_map,  base + S::kStages * S::kStageBytes + group * kBuffers * F::S::kBufferBytes,
+        task,           out_map,
+        residual_map,   base + S::kStages * S::kStageBytes + group * kBuffers * F::S::kBufferBytes,
         arrived[group], group};
     if (kScaled) finish.x_scales = x_scales[group];
     Walk walk(division, cluster);
@@ -136,18 +127,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     const int column =
         finish.first_column(part.row_tile * kClusterRows + cluster_rank() * kBlockRows);
     const int first = part.token_tile * N, token = first + cluster % SPLIT * kTokens;
-    const bool finishes = token < task.tokens;
+    const bool finishes = token < task.tokens, scales = kScaled && !in_blocks<Operand>(task);
     if (finishes) {
       if (task.residual && threadIdx.x % 128 == 0) finish.load_first_residuals(column, token);
       finish.load_biases(column);
-      if (kScaled && !in_blocks<Operand>(task)) finish.load_x_scales(token);
+      if (scales) finish.load_x_scales(token);
     }
     float c[N / 2], sums[kTokens / 2];
-    products.add_up(c, part.end - part.begin, group,
-                    finish.stage_scales(column, first, part.begin));
+    add_up(c, part.end - part.begin, group, finish.stage_scales(column, first, part.begin), base,
+           full, empty);
     exchange_shares<N, SPLIT>(c, sums, task, cluster, group, task.tokens - first);
     if (finishes) {
-      if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(sums, token);
+      if (scales) finish.scale_all(sums, token);
       finish.activate_all(sums);
       finish.store_all(sums, column, token);
     }
@@ -155,6 +146,31 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   cluster_sync();  // no load or arrival from the other block is in flight
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+// X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens of a tile.
+template <typename X, typename Operand, int N, int SPLIT>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    gemm_sm90_even_split(const __grid_constant__ CUtensorMap weight_map,
+                         const __grid_constant__ CUtensorMap x_map,
+                         const __grid_constant__ CUtensorMap out_map,
+                         const __grid_constant__ CUtensorMap residual_map,
+                         const __grid_constant__ GemmTask task,
+                         const __grid_constant__ Division division) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Shape<N, kPartsOf<Operand>>;
+  static_assert(!S::kSlim, "a warp group holds a whole tile in registers");
+  share_tile<X, Operand, N, SPLIT, S>(
+      &out_map, &residual_map, task, division,
+      [&](char* base, uint64_t* full, uint64_t* empty) {
+        copy_stages<S, N, kPlain>(&weight_map, &x_map, task, division, base, full, empty);
+      },
+      [&](float (&c)[N / 2], int steps, int group, const StageScales& scales, const char* base,
+          uint64_t* full, uint64_t* empty) {
+        Products<Operand, N, S, 2, true>{base, full, empty}.add_up(c, steps, group, scales);
+      });
 #endif
 }
 
@@ -173,8 +189,7 @@ int run_even(const GemmTask& task, const Division& division, void* stream) {
 template <typename Run>
 int divided_evenly(const char* what, const GemmTask& task, Run run,
                    int stage_inputs = kStageInputs) {
-  return divided(what, task, [&](Mode mode, const Division&) {
-    const Division division = divide(task, stage_inputs);
+  auto run_even = [&](Mode mode, const Division& division) {
     const int tiles = division.row_tiles * division.token_tiles;
     if (!division.shared || task.split < 2 || division.clusters != tiles * task.split ||
         task.split > division.steps || mode != kPlain)
@@ -184,31 +199,13 @@ int divided_evenly(const char* what, const GemmTask& task, Run run,
       return fail("%s: %d clusters of two blocks; %d multiprocessors", what, division.clusters,
                   device().multiprocessors);
     return run(mode, division);
-  });
+  };
+  return divided(what, task, run_even, stage_inputs);
 }
 
 int no_instance(const char* what, const GemmTask& task, Mode mode) {
   return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", what,
               task.tile_tokens, int(mode), task.split);
-}
-
-// (tokens of a tile, epilogue, split). gemm_table.py chooses among them. E4M3, which has two sets
-// of sums, has tiles of 128 tokens.
-#define TRIDECODE_INSTANCES(_) _(128, kPlain, 4) _(256, kPlain, 4)
-
-// Runs the instance that the task names, with operands of a type.
-template <typename X, typename Operand>
-int run_instance(const char* what, const GemmTask& task, Mode mode, const Division& division,
-                 void* stream) {
-#define TRIDECODE_RUN(tokens_, mode_, split_)                                 \
-  if constexpr (tokens_ <= 128 || !std::is_same<Operand, E4m3>::value) {      \
-    if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
-      return run_even<X, Operand, tokens_, split_>(task, division, stream);   \
-  }
-  TRIDECODE_INSTANCES(TRIDECODE_RUN)
-#undef TRIDECODE_RUN
-#undef TRIDECODE_INSTANCES
-  return no_instance(what, task, mode);
 }
 
 }  // namespace

@@ -155,19 +155,5 @@ int run(const GemmTask& task, const Division& division, void* stream) {
                          maps.x, maps.out, maps.residual, task, division);
 }
 
-// Checks the task and calls run(mode, division).
-template <typename Run>
-int divided(const char* what, const GemmTask& task, Run run) {
-  const Mode mode = mode_of(task);
-  int status = check_task(what, task, mode);
-  if (status) return status;
-  const int n = task.tile_tokens;
-  if (task.clusters < 1 || n < 1)
-    return fail("%s: %d clusters, a tile of %d tokens", what, task.clusters, n);
-  status = check_sums(what, task);
-  if (status) return status;
-  return run(mode, divide(task, kStageInputs));
-}
-
 }  // namespace
 }  // namespace tridecode

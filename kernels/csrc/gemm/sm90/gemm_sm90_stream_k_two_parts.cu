@@ -10,13 +10,13 @@
 namespace tridecode {
 namespace {
 
-// (tokens of a tile, epilogue). gemm_table.py chooses among them. SwiGLU stores groups of 32
+// (tokens of a tile, epilogue). table_sm90.py chooses among them. SwiGLU stores groups of 32
 // tokens.
 // clang-format off
 #define TRIDECODE_INSTANCES(_)                                                                      \
-  _(16, kPlain) _(32, kPlain) _(64, kPlain) _(128, kPlain)                                          \
-  _(16, kQkv) _(32, kQkv) _(64, kQkv) _(128, kQkv)                                                  \
-  _(16, kQkvRotary) _(32, kQkvRotary) _(64, kQkvRotary) _(128, kQkvRotary)                          \
+  _(16, kPlain) _(32, kPlain) _(64, kPlain) _(96, kPlain) _(128, kPlain)                            \
+  _(16, kQkv) _(32, kQkv) _(64, kQkv) _(96, kQkv) _(128, kQkv)                                      \
+  _(16, kQkvRotary) _(32, kQkvRotary) _(64, kQkvRotary) _(96, kQkvRotary) _(128, kQkvRotary)        \
   _(32, kGated) _(64, kGated) _(96, kGated) _(128, kGated)
 // clang-format on
 

@@ -181,5 +181,19 @@ int check_sums(const char* what, const GemmTask& task) {
   return 0;
 }
 
+// Checks the task and calls run(mode, division). stage_inputs: of a step of the division.
+template <typename Run>
+int divided(const char* what, const GemmTask& task, Run run, int stage_inputs = kStageInputs) {
+  const Mode mode = mode_of(task);
+  int status = check_task(what, task, mode);
+  if (status) return status;
+  const int n = task.tile_tokens;
+  if (task.clusters < 1 || n < 1)
+    return fail("%s: %d clusters, a tile of %d tokens", what, task.clusters, n);
+  status = check_sums(what, task);
+  if (status) return status;
+  return run(mode, divide(task, stage_inputs));
+}
+
 }  // namespace
 }  // namespace tridecode
