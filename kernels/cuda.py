@@ -206,11 +206,10 @@ class Cuda:
         accepted: Tensor,
         drafts: Tensor,
         *,
-        longest: int,
-        used: int,
+        searches: bool,
         found: Tensor,
     ) -> None:
-        self._sampling.look_up(history, rows, sampled, accepted, drafts, longest, used, found)
+        self._sampling.look_up(history, rows, sampled, accepted, drafts, searches, found)
 
     def sample_shared(
         self,

@@ -127,8 +127,7 @@ class CudaSampling:
         sampled: Tensor,
         accepted: Tensor,
         drafts: Tensor,
-        longest: int,
-        used: int,
+        searches: bool,
         found: Tensor,
     ) -> None:
         """`look_up` of kernels.ops.Ops."""
@@ -138,6 +137,7 @@ class CudaSampling:
             "scopes": history.scopes,
             "ring": history.ring,
             "ring_scopes": history.ring_scopes,
+            "used": history.used,
             "rows": rows,
             "sampled": sampled,
             "accepted": accepted,
@@ -158,8 +158,8 @@ class CudaSampling:
             width=history.tokens.shape[1],
             num_rows=sizes["n"],
             num_drafts=sizes["d"],
-            ring_size=min(used, history.ring.shape[0]),
-            longest=min(longest, history.tokens.shape[1]),
+            ring_size=history.ring.shape[0],
+            searches=int(searches),
             **{name: tensor.data_ptr() for name, tensor in given.items()},
         )
 

@@ -23,8 +23,8 @@ class DraftHistory:
 
     tokens: (S, W) int32, prompt and output. lengths: (S,) int32, their number. scopes: (S, 2) int32, the
     scopes in which a slot may find answers, and the client's drafts; -1: none. ring: (R,) int32, finished
-    answers, each between two SEPARATORs. ring_scopes: (R,) int32, the scope of each of its tokens. best:
-    (S,) int64, scratch.
+    answers, each between two SEPARATORs. ring_scopes: (R,) int32, the scope of each of its tokens. used: (1,)
+    int32, how many of the ring's first tokens are searched. best: (S, 2) int64, scratch of one launch, 0.
     """
 
     tokens: Tensor
@@ -32,6 +32,7 @@ class DraftHistory:
     scopes: Tensor
     ring: Tensor
     ring_scopes: Tensor
+    used: Tensor
     best: Tensor
 
     @classmethod
@@ -45,5 +46,6 @@ class DraftHistory:
             scopes=filled(slots, 2, value=-1),
             ring=filled(ring, value=SEPARATOR),
             ring_scopes=filled(ring, value=-1),
-            best=torch.zeros(slots, dtype=torch.int64, device=device),
+            used=filled(1),
+            best=torch.zeros((slots, 2), dtype=torch.int64, device=device),
         )

@@ -312,23 +312,22 @@ class Ops(AdapterOps, TopOps, Protocol):
         accepted: Tensor,
         drafts: Tensor,
         *,
-        longest: int,
-        used: int,
+        searches: bool,
         found: Tensor,
     ) -> None:
         """Append a step's tokens to the histories of its slots, and draft what followed the longest earlier
         occurrence of their newest tokens.
 
         rows: (n, 3) int32, for each row its slot, the index of its first sample in `sampled`, and the index
-        in `accepted` of the number of samples that it keeps; -1: it keeps one. No two rows have the same
-        slot. Tokens beyond the width of history.tokens are dropped. An occurrence ends before the newest
-        token, in the history or in the part of the ring whose scope is one of the slot's, and has
-        LEAST_MATCH tokens or more; more than MOST_MATCH count as MOST_MATCH. Among equally long ones the
-        history goes before the ring, and the later before the earlier. drafts[slot]: (S, num_drafts) int32,
-        the tokens behind it. Where the history ends they repeat; where an answer ends, and without an
-        occurrence, they are 0. found: (n, 3) int32, columns MATCHED, SOURCE and AGREED: whether drafts[slot,
-        0] was the first new token before. longest: upper bound of history.lengths of these slots, after the
-        call; 0: nothing is searched or found. used: number of the ring's first tokens that are searched.
+        in `accepted` of the number of samples that it keeps; -1: it keeps one. A row of slot -1 finds
+        nothing; no two others have the same slot. Tokens beyond the width of history.tokens are dropped. An
+        occurrence ends before the newest token, in the history or in the part of the ring whose scope is one
+        of the slot's, and has LEAST_MATCH tokens or more; more than MOST_MATCH count as MOST_MATCH. Among
+        equally long ones the history goes before the ring, and the later before the earlier. drafts[slot]:
+        (S, num_drafts) int32, the tokens behind it. Where the history ends they repeat; where an answer ends,
+        and without an occurrence, they are 0. found: (n, 3) int32, columns MATCHED, SOURCE and AGREED:
+        whether drafts[slot, 0] was the first new token before. searches: False: the tokens are appended, and
+        nothing is found.
         Source: Saxena 2023, prompt lookup decoding.
         """
         ...

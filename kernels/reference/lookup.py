@@ -24,15 +24,18 @@ def look_up(
     accepted: Tensor,
     drafts: Tensor,
     *,
-    longest: int,
-    used: int,
+    searches: bool,
     found: Tensor,
 ) -> None:
     """Compute Ops.look_up, row by row, in numpy: a row takes a few small operations."""
     counts, drawn = accepted.cpu().numpy(), sampled.cpu().numpy()
+    used = int(history.used)
     ring, scopes = history.ring[:used].cpu().numpy(), history.ring_scopes[:used].cpu().numpy()
     width = history.tokens.shape[1]
     for row, (slot, first, counted) in enumerate(rows.tolist()):
+        if slot < 0:
+            found[row] = 0
+            continue
         count = int(counts[counted]) if counted >= 0 else 1
         agreed = count > 0 and drafts[slot, 0].item() == drawn[first]
         length = int(history.lengths[slot])
@@ -41,7 +44,7 @@ def look_up(
         length += len(kept)
         history.lengths[slot] = length
         matched, source, following = 0, NOWHERE, np.zeros(0, np.int32)
-        if longest and length >= LEAST_MATCH:
+        if searches and length >= LEAST_MATCH:
             own, mine = history.tokens[slot, :length].cpu().numpy(), history.scopes[slot].tolist()
             matched, source, following = _longest_match(own, ring, scopes, mine, drafts.shape[1])
         drafts[slot, : len(following)] = torch.from_numpy(following)

@@ -318,11 +318,10 @@ class Reference:
         accepted: Tensor,
         drafts: Tensor,
         *,
-        longest: int,
-        used: int,
+        searches: bool,
         found: Tensor,
     ) -> None:
-        look_up(history, rows, sampled, accepted, drafts, longest=longest, used=used, found=found)
+        look_up(history, rows, sampled, accepted, drafts, searches=searches, found=found)
 
     @property
     def has_top_log_probs(self) -> bool:

@@ -64,17 +64,18 @@ def history_of(place: Place, ring: list[int], scopes: list[int]) -> DraftHistory
     history = DraftHistory.allocate(SLOTS, WIDTH, len(ring), place.device)
     history.ring.copy_(place.ints(ring))
     history.ring_scopes.copy_(place.ints(scopes))
+    history.used.fill_(len(ring))
     return history
 
 
 def looked_up(place: Place, history: DraftHistory, drafts: torch.Tensor, rows, sampled, accepted):
     found = place.ints(np.full((len(rows), 3), -7))
     place.settle()
-    longest = int(history.lengths.max()) + 16
     place.ops.look_up(
         history, place.ints(rows), place.ints(sampled), place.ints(accepted), drafts,
-        longest=longest, used=len(history.ring), found=found,
+        searches=True, found=found,
     )  # fmt: skip
+    assert not history.best.any(), "the next launch needs empty scratch"
     return found.cpu()
 
 
@@ -151,6 +152,57 @@ def test_a_slot_finds_answers_of_its_scopes_alone_and_none_goes_beyond_an_answer
         assert drafts[0].tolist() == (wanted + [0] * MOST_DRAFTS)[:MOST_DRAFTS]
 
 
+def test_rows_without_a_slot_find_nothing_and_change_nothing(place: Place) -> None:
+    """Rows that pad a step, beside one that has a match."""
+    history = history_of(place, [-1] * 8, [-1] * 8)
+    history.tokens[:, :4] = place.ints([4, 5, 4, 5])
+    history.lengths.fill_(4)
+    drafts = place.ints(np.full((SLOTS, MOST_DRAFTS), 7))
+    found = looked_up(place, history, drafts, [[3, 0, -1], [-1, 9, 9], [-1, 0, -1]], [4], [1])
+    assert found.tolist() == [[3, OWN, 0], [0, NOWHERE, 0], [0, NOWHERE, 0]]
+    assert history.lengths.tolist() == [4, 4, 4, 5, 4, 4]
+    others = [0, 1, 2, 4, 5]
+    assert (drafts[others] == 7).all()
+
+
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_long_rings_and_histories_are_searched_by_several_blocks(place: Place, slots: int) -> None:
+    """Every other slot finds a ring of 200,000 tokens, the others only their own 200 to 6,000. Runs follow
+    each other on the same scratch, as the steps of a sequence do."""
+    width, size = 6000, 200_000
+    random = np.random.default_rng(slots)
+    history = DraftHistory.allocate(slots, width, size, place.device)
+    history.ring_scopes.fill_(0)
+    history.used.fill_(size)
+    reads = np.arange(slots) % 2 == 0
+    history.scopes.copy_(place.ints(np.where(reads[:, None], [0, -1], [-1, -1])))
+    names = 50_000 + 10 * np.arange(slots)
+    for run in range(3):
+        ring = np.arange(size) % 30_000 + 100
+        ends = np.roll(np.linspace(3, size - 30, slots).astype(int), run)
+        ring[ends - 1], ring[ends] = names, names + 1
+        history.ring.copy_(place.ints(ring))
+        own = np.tile(np.arange(width) % 90, (slots, 1))
+        lengths = random.integers(200, width - 1, slots)
+        firsts = np.where(run == 0, 0, lengths - 10)  # of the earlier occurrence in the slot's own text
+        for slot in np.flatnonzero(~reads):
+            own[slot, firsts[slot] : firsts[slot] + 2] = names[slot], names[slot] + 1
+        own[np.arange(slots), lengths - 1] = names
+        history.tokens.copy_(place.ints(own))
+        history.lengths.copy_(place.ints(lengths))
+        drafts = place.ints(np.zeros((slots, MOST_DRAFTS)))
+        rows = [[slot, slot, -1] for slot in range(slots)]
+        found = looked_up(place, history, drafts, rows, (names + 1).tolist(), [])
+        for slot, length in enumerate(lengths.tolist()):
+            text = [*own[slot, :length].tolist(), int(names[slot]) + 1]
+            behind = (text[firsts[slot] + 2 :] * 2)[:MOST_DRAFTS]
+            if reads[slot]:
+                behind = ring[ends[slot] + 1 : ends[slot] + 1 + MOST_DRAFTS].tolist()
+            assert found[slot, :2].tolist() == [2, ANSWER if reads[slot] else OWN], (run, slot)
+            assert drafts[slot].tolist() == behind, (run, slot)
+        assert history.lengths.tolist() == (lengths + 1).tolist()
+
+
 def test_tokens_beyond_the_width_are_dropped(place: Place) -> None:
     history = history_of(place, [-1] * 8, [-1] * 8)
     history.lengths[1] = WIDTH - 1
@@ -170,7 +222,7 @@ def test_a_step_of_many_rows_appends_and_searches_nothing(place: Place) -> None:
     place.settle()
     place.ops.look_up(
         history, place.ints([[2, 0, -1]]), place.ints([4]), place.ints([1]), drafts,
-        longest=0, used=8, found=found,
+        searches=False, found=found,
     )  # fmt: skip
     assert found.tolist() == [[0, NOWHERE, 1]]
     assert history.tokens[2, :5].tolist() == [4, 5, 4, 5, 4]
@@ -183,11 +235,12 @@ def test_the_ring_is_searched_as_far_as_it_is_used(place: Place) -> None:
     history.scopes[0] = place.ints([0, -1])
     for used, wanted in [(9, 8), (5, 7), (2, 0)]:
         history.lengths[0] = 2
+        history.used.fill_(used)
         drafts = place.ints(np.zeros((SLOTS, MOST_DRAFTS)))
         found = place.ints(np.zeros((1, 3)))
         place.settle()
         place.ops.look_up(
             history, place.ints([[0, 0, -1]]), place.ints([2]), place.ints([1]), drafts,
-            longest=9, used=used, found=found,
+            searches=True, found=found,
         )  # fmt: skip
         assert int(drafts[0, 0]) == wanted

@@ -156,10 +156,8 @@ class Engine:
 
     def _sampled(self, plan: StepPlan) -> SampledStep:
         """Return the newest step, for the drafter."""
-        state, batch = self.state, self.buffers.latest
-        tokens, accepted = self.sampler.tokens[: plan.num_samples], self.sampler.accepted[: plan.num_decodes]
-        hidden = state.work.hidden[: batch.num_tokens]
-        return SampledStep(plan, batch, hidden, tokens, accepted, state.sampling)
+        state = self.state
+        return SampledStep(plan, self.buffers.latest, state.sampling, state.work, self.sampler)
 
     def _without_rows(self, parts: list[PartRun[Any]]) -> Pending:
         """Return the pending result of a plan that only copies blocks to or from the host tier."""
@@ -253,6 +251,8 @@ class Engine:
             if self.on_logits is not None and plan is not None:
                 self.on_logits(plan, whole_rows(logits, state.vocab, self.ranks))
             self.sampler.sample(logits, batch)
+            if self.drafter is not None:
+                self.drafter.sampled(batch)
         elif batch.verifies:
             self.sampler.verified = batch
 

@@ -25,7 +25,7 @@ class StepSampler:
     ring: number of host buffers, used in turns, more than the steps in flight; 0: results stay on the
     device. sampling: state of the slots; None: the engine's. accepted: (B,) int32, samples that each
     decode row of the newest verifying step keeps. counts: (B + 1,) int32, `accepted` and, at index kept_all,
-    a 1, for rows that keep their only sample.
+    a 1, for rows that keep their only sample. found: (B, 3) int32, Ops.look_up's in an engine that searches.
     """
 
     def __init__(self, state: DeviceState, ring: int, sampling: SamplingState | None = None):
@@ -37,14 +37,17 @@ class StepSampler:
         ranks, vocab = state.ranks, state.vocab
         if vocab is not None and isinstance(ranks, ProcessRanks) and ranks.peers is not None:
             self._peers = PeerSampler(state.ops, ranks.peers, vocab)
-        # log probabilities, tokens and counts are adjacent: one copy brings them to the host
-        self._packed = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        searches = sampling is None and state.config.looks_up and not ranks.is_pipelined
+        # log probabilities, tokens, found and counts are adjacent: one copy brings them to the host
+        self._first_count = (5 if searches else 2) * rows
+        self._packed = torch.zeros(self._first_count + rows + 1, dtype=torch.int32, device=device)
         self._log_probs = self._packed[:rows].view(torch.float32)
         self.tokens = self._packed[rows : 2 * rows]
-        self.counts, self.kept_all = self._packed[2 * rows :], rows
+        self.found = self._packed[2 * rows : 5 * rows].view(rows, 3) if searches else None
+        self.counts, self.kept_all = self._packed[self._first_count :], rows
         self.counts[rows] = 1
         self.accepted = self.counts[:rows]
-        self._results = [_HostResult(rows, device) for _ in range(ring)]
+        self._results = [_HostResult(rows, self._first_count, device) for _ in range(ring)]
         self._late = LateMasks(rows, state.sampling.masks.shape[1], device)
         self.verified: Batch | None = None  # the newest step that verifies, on a stage that does not sample
 
@@ -134,9 +137,16 @@ class StepSampler:
         if ranks.num_stages > 1:
             self._share(plan)
         rows = len(self.tokens)
-        end = 2 * rows + plan.num_decodes if plan.queries else rows + count
+        if plan.queries:
+            end = self._first_count + plan.num_decodes
+        else:
+            end = rows + count if self.found is None else 2 * rows + 3 * plan.num_rows
         to_host(self._packed[:end], turn.packed[:end])
         return tokens, log_probs, accepted
+
+    def fetched_found(self, plan: StepPlan, count: int) -> Tensor:
+        """Return the first `count` rows of `found` on the host, which `fetch` brings for a plan."""
+        return self._results[plan.step % len(self._results)].found[:count]
 
     def _share(self, plan: StepPlan) -> None:
         """Give the results of the last stage to the others, which launch their steps after it."""
@@ -182,9 +192,11 @@ class StepSampler:
 
 
 class _HostResult:
-    """Host memory of a step's results, in the order of StepSampler's on the device. rows: at most."""
+    """Host memory of a step's results, in the order of StepSampler's on the device. rows: at most.
+    first_count: place of `accepted`."""
 
-    def __init__(self, rows: int, device: torch.device):
-        self.packed = empty_host((3 * rows,), torch.int32, device)
+    def __init__(self, rows: int, first_count: int, device: torch.device):
+        self.packed = empty_host((first_count + rows,), torch.int32, device)
         self.log_probs = self.packed[:rows].view(torch.float32)
-        self.tokens, self.accepted = self.packed[rows : 2 * rows], self.packed[2 * rows :]
+        self.tokens, self.accepted = self.packed[rows : 2 * rows], self.packed[first_count:]
+        self.found = self.packed[2 * rows : first_count].view(-1, 3)

@@ -15,15 +15,16 @@ typedef struct {
   const int* scopes;       // (slots, 2)
   const int* ring;         // (ring_size)
   const int* ring_scopes;  // (ring_size)
-  int64_t* best;           // (num_rows), scratch
-  const int* rows;         // (num_rows, 3): slot, first sample, index in accepted or -1
+  const int* used;         // (1): tokens of the ring that are searched, its first ones
+  int64_t* best;           // (num_rows, 2), scratch: 0 before and after a launch
+  const int* rows;         // (num_rows, 3): slot or -1, first sample, index in accepted or -1
   const int* sampled;
   const int* accepted;
   int* drafts;  // (slots, num_drafts)
   int* found;   // (num_rows, 3): matched tokens, their place, whether the draft before was right
-  int64_t width;
-  int num_rows, num_drafts, ring_size;
-  int longest;  // tokens of a history, at most; 0: nothing is searched
+  int64_t width, ring_size;
+  int num_rows, num_drafts;
+  int searches;  // 0: the tokens are appended, and nothing is found
 } tridecode_look_up_task;
 int tridecode_look_up(const tridecode_look_up_task* task, void* stream);
 

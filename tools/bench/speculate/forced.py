@@ -51,6 +51,9 @@ class ForcedDrafts(DeviceDrafter):
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
         self._drafter.follow(batch, hidden)
 
+    def sampled(self, batch: Batch) -> None:
+        self._drafter.sampled(batch)
+
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:
         """DeviceDrafter.propose; the match is reported as a long one, so that every row has drafts."""

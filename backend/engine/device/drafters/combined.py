@@ -36,14 +36,18 @@ class CombinedDrafter(DeviceDrafter):
         self.reads_rows = planned.reads_rows = planned.keeps_cache
 
     def begin(self, plan: StepPlan) -> None:
+        self._lookup.begin(plan)
         self.planned.begin(plan)
 
     def follow(self, batch: Batch, hidden: torch.Tensor) -> None:
         self.planned.follow(batch, hidden)
 
+    def sampled(self, batch: Batch) -> None:
+        self._lookup.sampled(batch)
+
     @torch.inference_mode()
     def propose(self, step: SampledStep) -> Found | None:
-        rows, part = self._lookup.search(step), step.plan.part(Drafting)
+        rows, part = self._lookup.searched_rows(step), step.plan.part(Drafting)
         if rows is None or part is None:
             found = self.planned.propose(step)
             return found if rows is None else self._lookup.to_host(step, rows)

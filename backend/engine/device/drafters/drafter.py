@@ -11,15 +11,17 @@ from torch import Tensor
 
 from tridecode.backend.engine.device.pending import Found
 from tridecode.backend.engine.device.sampling import on_device
+from tridecode.backend.engine.device.step_sampler import StepSampler
 from tridecode.backend.engine.parts.drafting import Drafting
 from tridecode.backend.engine.speculation.records import DRAFT_MODEL
 from tridecode.backend.engine.step.plan import MOST_QUERIES, StepPlan
 from tridecode.backend.engine.step.results import to_host
+from tridecode.backend.models.context import Workspace
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.sampling_state import SamplingState
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampledStep:
     """A step whose tokens are drawn, in the order of the device's stream: the host does not know them yet.
 
@@ -33,10 +35,21 @@ class SampledStep:
 
     plan: StepPlan
     batch: Batch
-    hidden: Tensor
-    tokens: Tensor
-    accepted: Tensor
     state: SamplingState
+    _work: Workspace
+    _sampler: StepSampler
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._work.hidden[: self.batch.num_tokens]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._sampler.tokens[: self.plan.num_samples]
+
+    @property
+    def accepted(self) -> Tensor:
+        return self._sampler.accepted[: self.plan.num_decodes]
 
     def batch_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of the batch that are these rows of the plan: padding stands between decode rows
@@ -48,10 +61,10 @@ class SampledStep:
 class DeviceDrafter:
     """Proposes tokens on the device of each rank, for a scheduler whose Drafter leaves their ids to it.
 
-    Base class: a drafter overrides what it needs. `begin`, `follow` and `propose` run on every rank for each
-    step, in this order, on the stream of the step; none may wait for the device. Cache layers of its own
-    belong in DeviceState.draft_layers: they are further layers of the target's blocks, so that forks, prefix
-    hits, sessions and the host tier carry them.
+    Base class: a drafter overrides what it needs. `begin`, `follow`, `sampled` and `propose` run on every
+    rank for each step, in this order, on the stream of the step; none may wait for the device. Cache layers
+    of its own belong in DeviceState.draft_layers: they are further layers of the target's blocks, so that
+    forks, prefix hits, sessions and the host tier carry them.
 
     When proposals are made: a step whose plan has the part Drafting wants `count` drafts behind the newest
     token of each of its `rows`, written to state.drafts[slot, :count]. The blocks of these rows hold count
@@ -87,6 +100,10 @@ class DeviceDrafter:
         It runs before the step samples, as a part of the step's CUDA graph: only launches, always the same
         for a batch of one shape. hidden: (T, C), the last layer's output.
         """
+
+    def sampled(self, batch: Batch) -> None:
+        """Launch what drafts need behind the step's samples, on a rank that draws them; a part of the step's
+        CUDA graph, as `follow`. The samples are in StepSampler.tokens, in the order of the plan's rows."""
 
     def propose(self, step: SampledStep) -> Found | None:
         """Write state.drafts for the slots of a step that has just been launched; not part of its graph.
