@@ -153,7 +153,7 @@ def test_a_slot_finds_answers_of_its_scopes_alone_and_none_goes_beyond_an_answer
 
 
 def test_rows_without_a_slot_find_nothing_and_change_nothing(place: Place) -> None:
-    """Rows that pad a step, beside one that has a match."""
+    """Rows that pad a step, and one that has a match."""
     history = history_of(place, [-1] * 8, [-1] * 8)
     history.tokens[:, :4] = place.ints([4, 5, 4, 5])
     history.lengths.fill_(4)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from tests.backend.engine.offline_models import offline_engine
