@@ -191,6 +191,23 @@ def test_other_heads_and_more_tokens_are_rounded_behind_the_product(
     assert torch.equal(expanded(values, scales, out.dtype), kept)
 
 
+@FORMATS
+@pytest.mark.parametrize("heads", [*HEADS, (5, 3, 128, 128, False)], ids=str)
+@pytest.mark.parametrize("tokens", [3, 200, 600])
+def test_the_launch_behind_a_product_rounds_as_the_format_says(place: Place, tokens: int, heads, format: str):
+    """Magnitudes from 1e-30 to 1e30; test_linear.py holds the rotation against float64."""
+    case = make_heads(place, tokens, 64, heads, torch.bfloat16)
+    magnitudes = 10 ** (torch.rand(tokens, 1, generator=place.generator) * 60 - 30)
+    qkv = place.normal(tokens, case.heads.qkv_size, dtype=torch.bfloat16) * magnitudes.bfloat16().to(
+        place.device
+    )
+    exact, out, cache = qkv.clone(), qkv.clone(), empty_cache(case, format)
+    place.settle()
+    place.ops.finish_qkv(exact, case.heads, case.batch, case.cache)
+    place.ops.finish_qkv(out, case.heads, case.batch, cache)
+    compare(case, cache, exact, out, format)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @FORMATS
 def test_a_head_that_is_not_finite_stays_so_alone(

@@ -33,6 +33,7 @@ READ_RESULTS = {
     *("decode_attention", "decode_attention_cluster", "decode_attention_wide"),
     *("combine_prefill_parts", "prefill_attention_split"),
     "add_adapters",
+    *("rotate_and_cache_whole", "rotate_and_round_whole"),
     *("all_reduce_owned_rows", "all_reduce_rows"),
 }
 _READ = re.compile(r"\[(?!\])|->|load|copy|fetch|request|atomic|__ld|\*\w+[;)]|\bdivide\(")

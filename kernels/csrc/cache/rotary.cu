@@ -5,12 +5,10 @@
 #include "api/attention.h"
 #include "api/gemm.h"
 #include "cache/kv_cache_8bit.cuh"
-#include "cache/rotary.cuh"
+#include "cache/rotary_whole.cuh"
 
 namespace tridecode {
 namespace {
-
-constexpr int kThreads = 256;
 
 using Task = tridecode_gemm_task;
 
@@ -66,40 +64,47 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
   }
 }
 
-// 16-bit X, heads of D dims that are rotated by halves and whole: the angles of a token are read
-// once for all its heads.
-template <typename X, int D>
-__global__ void __launch_bounds__(kThreads)
+// 16-bit X, heads of D dims that are rotated by halves and whole. The angles of a token, and the
+// addresses of its heads in the cache, are read before the wait.
+template <typename X, int D, int PIECES>
+__global__ void __launch_bounds__(kThreads, resident_blocks_of(PIECES))
     rotate_and_cache_whole(const __grid_constant__ Task task) {
-  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // lanes of a head; heads at once
-  wait_for_predecessor();
   const int64_t token = blockIdx.x;
-  X* const row = static_cast<X*>(task.out) + token * task.out_stride;
-  const int d = threadIdx.x % kLanes * 8, slot = task.kv_slots[token];
+  const int d = threadIdx.x % (D / 8) * 8;
   const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
-  const int64_t angle = angle_index(task.positions[token], D, d % (D / 2), false);
-  float cosine[8], sine[8];
-  load8(task.cos + angle, cosine);
-  load8(task.sin + angle, sine);
+  const OwnHeads<D, PIECES> heads(0);
+  const Turn<D, true> turn(task, token, d);
+  const int slot = task.kv_slots[token];
+  X* to[PIECES];  // null: not written
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    to[i] = heads(i) < all_heads ? cache_place<X>(task, slot, heads(i)) : nullptr;
+  wait_for_predecessor();
+  X* const row = static_cast<X*>(task.out) + token * task.out_stride + d;
+  uint4 words[PIECES];
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    words[i] = heads(i) < all_heads ? *reinterpret_cast<const uint4*>(row + heads(i) * D)
+                                    : make_uint4(0, 0, 0, 0);
   // the lanes of a warp stay together: they exchange numbers
-  for (int base = blockIdx.y * kHeads; base < all_heads; base += gridDim.y * kHeads) {
-    const int head = base + threadIdx.x / kLanes;
-    X* const x = row + head * D + d;
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (head < all_heads) words = *reinterpret_cast<const uint4*>(x);
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    if (heads.first_of_block(i) >= all_heads) break;
+    const int head = heads(i);
     float values[8];
-    rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
-    if (head >= all_heads) continue;
-    if (head < rotated_heads) store8(x, values);
-    write_cache<X>(task, slot, head, d, values);
+    turn.template apply<X>(words[i], head < rotated_heads, values);
+    store8(reinterpret_cast<X*>(&words[i]), values);
+    if (head < rotated_heads) *reinterpret_cast<uint4*>(row + head * D) = words[i];
+    if (to[i]) *reinterpret_cast<uint4*>(to[i] + d) = words[i];
   }
 }
 
 template <typename X, int D>
 int run_whole(const Task& task, void* stream) {
-  return launch("rotate_and_cache", rotate_and_cache_whole<X, D>,
-                blocks_of_heads(task.tokens, task.heads + 2 * task.kv_heads, D, kThreads), kThreads,
-                0, stream, task);
+  return divide_heads<D>(task.tokens, task.heads + 2 * task.kv_heads, [&](auto pieces, dim3 grid) {
+    return launch("rotate_and_cache", rotate_and_cache_whole<X, D, pieces>, grid, kThreads, 0,
+                  stream, task);
+  });
 }
 
 }  // namespace

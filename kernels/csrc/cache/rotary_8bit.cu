@@ -4,58 +4,106 @@
 // Bench: python -m tridecode.kernels.bench step
 #include "api/gemm.h"
 #include "cache/kv_cache_8bit.cuh"
-#include "cache/rotary.cuh"
+#include "cache/rotary_whole.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxHead = 256;  // largest head of an 8-bit cache
 
 using Task = tridecode_gemm_task;
 
-// 16-bit X, heads of D dims that are rotated entirely by halves, or not at all. D / 8 lanes hold a
-// head; the angles of a token are read once for all its heads. A block processes a token or, with
-// few tokens, some of its heads.
-template <typename X, typename C, int D, bool ROTATES>
-__global__ void __launch_bounds__(kThreads)
-    rotate_and_round_whole(const __grid_constant__ Task task) {
-  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // lanes of a head; heads at once
-  wait_for_predecessor();
-  const int64_t token = blockIdx.x;
-  X* const row = static_cast<X*>(task.out) + token * task.out_stride;
-  const int d = threadIdx.x % kLanes * 8;
-  const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
-  const int slot = task.kv_slots[token];
-  float cosine[8] = {}, sine[8] = {};
-  if constexpr (ROTATES) {
-    const int64_t angle = angle_index(task.positions[token], D, d % (D / 2), false);
-    load8(task.cos + angle, cosine);
-    load8(task.sin + angle, sine);
-  }
-  // the lanes of a warp stay together: they exchange numbers
-  for (int base = (ROTATES ? 0 : task.heads) + blockIdx.y * kHeads; base < all_heads;
-       base += gridDim.y * kHeads) {
-    const int head = base + threadIdx.x / kLanes;
-    X* const x = row + head * D + d;
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (head < all_heads) words = *reinterpret_cast<const uint4*>(x);
-    float values[8];
-    if constexpr (ROTATES)
-      rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
-    else
-      unpack_eight<X>(words, values);
-    const CacheRounding<C> rounding = rounding_of<X, C, kLanes>(values);
-    if (head >= all_heads) continue;
-    if (head >= task.heads) {
-      alignas(8) C stored[8];
-      rounding.store(values, stored);
+// Eight numbers of a head, quantised: bit for bit as CacheRounding stores and reads them, without a
+// branch for scales that quotient() does not take. Those are multiplied by a power of two first.
+template <typename X, typename C>
+__device__ __forceinline__ uint2 round_eight(uint4& words, const CacheRounding<C>& rounding) {
+  const float factor = rounding.scale <= kLeastDivisor  ? 0x1p80f
+                       : rounding.scale >= kMostDivisor ? 0x1p-80f
+                                                        : 1.0f;
+  const float by = rounding.scale * factor, inverse = __frcp_rn(by);
+  float values[8];
+  unpack_eight<X>(words, values);
+  alignas(8) C stored[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] = rounding.read(stored[j]);
-      write_rounded(task, slot, head, d, stored, rounding.scale);
+  for (int j = 0; j < 8; ++j) values[j] = quotient(values[j] * factor, by, inverse);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    if constexpr (std::is_same<C, e4m3>::value) {
+      reinterpret_cast<__nv_fp8x2_storage_t*>(stored)[j / 2] = __nv_cvt_float2_to_fp8x2(
+          make_float2(values[j], values[j + 1]), __NV_SATFINITE, __NV_E4M3);
+    } else {
+      stored[j] = round_to<C>(values[j]), stored[j + 1] = round_to<C>(values[j + 1]);
     }
-    store8(x, values);
+  }
+  uint2 eight = *reinterpret_cast<const uint2*>(stored);
+  if (!rounding.is_finite) eight = make_uint2(0, 0);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t low, high;
+    widen<C>(i == 0 ? eight.x : eight.y, low, high);
+    const float2 a = unpack<half>(low), b = unpack<half>(high);
+    put(words, 2 * i, pack<X>(a.x * rounding.scale, a.y * rounding.scale));
+    put(words, 2 * i + 1, pack<X>(b.x * rounding.scale, b.y * rounding.scale));
+  }
+  return eight;
+}
+
+// The scaling of a head held by LANES neighbouring lanes. All lanes of the warp take part.
+template <typename X, typename C, int LANES>
+__device__ __forceinline__ CacheRounding<C> rounding_of_words(const uint4& words) {
+  uint32_t most = 0;  // 16-bit numbers without their sign are ordered by magnitude
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = __vmaxu2(most, get(words, i) & 0x7fff7fffu);
+  most = max(most & 0xffffu, most >> 16);
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    most = max(most, __shfl_xor_sync(kAll, most, offset));
+  return CacheRounding<C>(__float_as_uint(unpack<X>(most).x));
+}
+
+// 16-bit X, heads of D dims that are rotated entirely by halves, or not at all. The angles of a
+// token, and the places of its heads in the cache, are read before the wait.
+template <typename X, typename C, int D, bool ROTATES, int PIECES>
+__global__ void __launch_bounds__(kThreads, resident_blocks_of(PIECES))
+    rotate_and_round_whole(const __grid_constant__ Task task) {
+  const int64_t token = blockIdx.x;
+  const int d = threadIdx.x % (D / 8) * 8;
+  const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
+  const OwnHeads<D, PIECES> heads(ROTATES ? 0 : task.heads);
+  const Turn<D, ROTATES> turn(task, token, d);
+  const int slot = task.kv_slots[token];
+  unsigned rows[PIECES] = {};
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (slot >= 0) rows[i] = unsigned(row_of_head(task, slot, heads(i)));
+  wait_for_predecessor();
+  X* const row = static_cast<X*>(task.out) + token * task.out_stride + d;
+  uint4 words[PIECES];
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    words[i] = heads(i) < all_heads ? *reinterpret_cast<const uint4*>(row + heads(i) * D)
+                                    : make_uint4(0, 0, 0, 0);
+  // the lanes of a warp stay together: they exchange numbers
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    if (heads.first_of_block(i) >= all_heads) break;
+    const int head = heads(i);
+    float values[8];
+    turn.template apply<X>(words[i], head < rotated_heads, values);
+    store8(reinterpret_cast<X*>(&words[i]), values);
+    if (__any_sync(kAll, head >= task.heads)) {
+      const CacheRounding<C> rounding = rounding_of_words<X, C, D / 8>(words[i]);
+      if (head >= task.heads) {
+        const uint2 eight = round_eight<X>(words[i], rounding);
+        if (slot >= 0 && head < all_heads) {
+          const int64_t at = rows[i];
+          *reinterpret_cast<uint2*>(static_cast<char*>(task.cache) + at * D + d) = eight;
+          if (d == 0) task.cache_scales[at] = rounding.scale;
+        }
+      }
+    }
+    if (head < all_heads) *reinterpret_cast<uint4*>(row + head * D) = words[i];
   }
 }
 
@@ -149,10 +197,12 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
 template <typename X, typename C, int D>
 int run_whole(const Task& task, void* stream) {
   const int heads = (task.rotary_size ? task.heads : 0) + 2 * task.kv_heads;
-  return launch("rotate_and_cache",
-                task.rotary_size ? rotate_and_round_whole<X, C, D, true>
-                                 : rotate_and_round_whole<X, C, D, false>,
-                blocks_of_heads(task.tokens, heads, D, kThreads), kThreads, 0, stream, task);
+  return divide_heads<D>(task.tokens, heads, [&](auto pieces, dim3 grid) {
+    return launch("rotate_and_cache",
+                  task.rotary_size ? rotate_and_round_whole<X, C, D, true, pieces>
+                                   : rotate_and_round_whole<X, C, D, false, pieces>,
+                  grid, kThreads, 0, stream, task);
+  });
 }
 
 template <typename X, typename C>

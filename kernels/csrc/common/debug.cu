@@ -24,7 +24,7 @@ const char* const kReleasesFirst[] = {"norm", "add_normed", "quantize_rows", "al
 // Kernels that read results of earlier kernels before their own wait: those of all but their direct
 // predecessor.
 const char* const kReadsAhead[] = {"decode_attention", "prefill_attention", "add_adapters",
-                                   "early all_reduce"};
+                                   "early all_reduce", "rotate_and_cache"};
 
 template <size_t COUNT>
 bool has(const char* const (&names)[COUNT], const char* name) {
