@@ -10,7 +10,7 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_data_parallel   1 to 64 tokens, TMA and wgmma, all inputs of a tile in one block
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
-    gemm_sm90_even_split      65 to 256 tokens, likewise, four clusters share each tile's inputs evenly
+    gemm_sm90_even_split      65 to 256 tokens, likewise, two or four clusters share each tile's inputs evenly
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
 GEMMs with both operands in 8 bit (gemm/eight_bit.py): W8A8 has gemm_sm90_split_k_8bit,
