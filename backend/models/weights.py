@@ -21,7 +21,7 @@ class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
     specs: the model's tensors; files: the files that hold them, including the parts of quantised matrices.
-    quantization: that of the files. int8_mode, int8_head: from EngineConfig; int8_mode applies to files that
+    quantization: that of the files. int8_mode, head_mode: from EngineConfig; int8_mode applies to files that
     are not quantised. tensor_rank, tensor_size, dtype: of the shards.
     """
 
@@ -34,12 +34,12 @@ class Weights(ABC):
         tensor_rank: int = 0,
         tensor_size: int = 1,
         dtype: torch.dtype = torch.float32,
-        int8_head: bool = False,
+        head_mode: int = 0,
     ):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
         self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
         self.quantization, self.int8_mode = quantization, int8_mode if quantization is None else 0
-        self.rank, self.size, self.dtype, self.int8_head = tensor_rank, tensor_size, dtype, int8_head
+        self.rank, self.size, self.dtype, self.head_mode = tensor_rank, tensor_size, dtype, head_mode
         self.linears: dict[tuple[str, ...], Linear] = {}  # results of `linear`, by its names
 
     @abstractmethod
@@ -71,15 +71,18 @@ class Weights(ABC):
         return read_quantized(self.specs[name], self.quantization, self.tensor, self.rank, self.size)
 
     def embedding(self, is_head: bool) -> Tensor | QuantizedWeight:
-        """Return the word embedding (V, C); if it is also the head, rounded as int8_head requires."""
+        """Return the word embedding (V, C); if it is also the head, rounded as head_mode requires."""
         table = self.tensor("model.wte")
-        return round_to_nearest(table, "int8") if is_head and self.int8_head else table
+        return self._rounded_head(table) if is_head and self.head_mode else table
 
     def head(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
         """Return the language model's head with `weight` (V, C), which may be the word embedding itself."""
-        if self.int8_head and isinstance(weight, Tensor):
-            weight = round_to_nearest(weight, "int8")
+        if self.head_mode and isinstance(weight, Tensor):
+            weight = self._rounded_head(weight)
         return self.ops.pack(Linear(weight, bias), self.dtype, is_head=True)
+
+    def _rounded_head(self, weight: Tensor) -> QuantizedWeight:
+        return round_to_nearest(weight, "int8", activations="int8" if self.head_mode == 2 else "")
 
     def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
         """Return a LayerNorm, or an RMSNorm if there is no `<name>.bias`.

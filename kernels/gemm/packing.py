@@ -54,11 +54,13 @@ def pack_linear(linear: Linear, dtype: torch.dtype, capability: int, is_head: bo
     """Store a GEMM's weight for the GPU, or only its shape on torch's meta device.
 
     dtype: that of the activations. capability: 10 * major + minor. is_head: a head has few rows, so no
-    scratch memory is reserved for it.
+    scratch memory is reserved for it; where no kernel multiplies it by inputs in 8 bit, they stay in 16 bit.
     """
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
         return Packed(Linear(linear.dense.contiguous(), linear.bias))
+    if is_head and weight.activations and not stays_in_8_bit(weight, dtype, capability):
+        weight = replace(weight, activations="")  # int8 with inputs in 16 bit still has a kernel
     if stays_in_8_bit(weight, dtype, capability):
         kind, sorts_inputs = operand(weight), False
         stored: QuantizedWeight | PackedWeight = _in_rows(weight)

@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.conftest import Place
 from tests.kernels.test_linear import norm64
+from tridecode.kernels.formats.quantized import rounded_activations
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.operands import Linear, Norm
 
@@ -53,3 +54,42 @@ def test_logits(ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, 
     assert error < (in_two_parts if vocabulary % 8 == 0 else 2e-3)
     assert ops.gpu.arenas.get("expanded_weight") is None
     assert {name: arena.numel() for name, arena in ops.gpu.arenas.items()} == held
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("vocabulary", [1000, 5000, 32064])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 65, 128, 129, 256, 300, 600])
+def test_logits_of_rounded_inputs(
+    ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, dtype: torch.dtype
+) -> None:
+    """x in one part: integers of 8 bit are multiplied exactly, then scaled in float32."""
+    columns = 512
+    dense = cuda_place.normal(vocabulary, columns, dtype=torch.float32)
+    weight = round_to_nearest(dense, "int8", activations="int8")
+    offsets = cuda_place.normal(vocabulary, dtype=dtype) if bias else None
+    x = cuda_place.normal(rows, columns, dtype=dtype)
+    head = ops.pack(Linear(weight, offsets), dtype, is_head=True)
+    out = cuda_place.poison(rows, vocabulary, dtype=torch.float32)
+    cuda_place.settle()
+    ops.linear(x, head, out=out)
+    values, scales = rounded_activations(x.cpu(), "int8")
+    rounded = (values.double() * scales.double()).to(x.device)
+    wanted = rounded @ (weight.values.double() * weight.scales.double()).t()
+    wanted = wanted if offsets is None else wanted + offsets.double()
+    assert (out.double() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 17, 256])
+def test_inputs_stay_in_16_bit_where_no_kernel_reads_them_in_8_bit(ops, cuda_place: Place, rows: int) -> None:
+    dense = cuda_place.normal(257, 512, dtype=torch.float32)
+    x = cuda_place.normal(rows, 512, dtype=torch.float16)
+    results = []
+    for activations in ("", "int8"):
+        weight = round_to_nearest(dense, "int8", activations=activations)
+        head = ops.pack(Linear(weight), torch.float16, is_head=True)
+        assert head.kind == "packed"
+        results.append(cuda_place.poison(rows, 257, dtype=torch.float32))
+        cuda_place.settle()
+        ops.linear(x, head, out=results[-1])
+    assert torch.equal(*results)

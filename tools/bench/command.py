@@ -15,6 +15,7 @@ from tridecode.tools.bench.options import (
     DoorPython,
     Dtype,
     Int8Head,
+    Int8HeadInputs,
     Model,
     Output,
     OutputTokens,
@@ -63,6 +64,7 @@ def engine(
     requests: Requests = None,
     quantization: Quantization = None,
     int8_head: Int8Head = False,
+    int8_head_inputs: Int8HeadInputs = False,
     output: Output = RESULTS,
 ) -> None:
     """Measure the engine without a server.
@@ -80,6 +82,7 @@ def engine(
         prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
     job = replace(job, kv_cache_dtype=kv_cache_dtype, int8_head=int8_head, pipeline_para_size=pp)
+    job = replace(job, int8_head_inputs=int8_head_inputs)
     compare.run_engine(job, output)
 
 

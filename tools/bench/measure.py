@@ -72,6 +72,7 @@ class Job:
     rate: float = 0.0
     quantization: str = ""
     int8_head: bool = False  # the engine's setting
+    int8_head_inputs: bool = False  # the engine's setting
     enable_custom_all_reduce: bool = True  # the engine's setting
     prefix_cache: bool = False  # the engine's setting; off: rounds repeat their prompts, and compute them
     cache_bytes: int | None = None  # the engine's setting

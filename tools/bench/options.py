@@ -72,6 +72,9 @@ Tokenizer = Annotated[
     Path | None, typer.Option(help="A tokenizer.json, its folder, or a repository with one.")
 ]
 Int8Head = Annotated[bool, typer.Option("--int8-head", help="Quantise the head to int8.")]
+Int8HeadInputs = Annotated[
+    bool, typer.Option("--int8-head-inputs", help="Quantise the head and the rows that it reads to int8.")
+]
 CacheDtype = Annotated[str, typer.Option(help="dtype of the KV cache: auto, fp8 or int8.")]
 DoorPython = Annotated[str | None, typer.Option(help="Python for Triton's models; it needs numpy < 2.")]
 RESULTS = Path("build/bench")

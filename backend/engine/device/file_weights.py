@@ -135,10 +135,10 @@ class FileWeights(Weights):
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         int8_mode: int = 0,
-        int8_head: bool = False,
+        head_mode: int = 0,
     ):
         quantization = reader.config.quantization
-        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, int8_head)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, head_mode)
         self._reader, self._device = reader, device
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None

@@ -67,7 +67,7 @@ def load_engine(
         has_peers = map_peers(ranks, ops, config, model)
     specs = models.family(model.family).weight_specs(model)
     specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
-    place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
+    place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.head_mode)
     trained = load_trained(config, model, directory)
     if config.weights == "random":
         made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
@@ -117,7 +117,7 @@ def _open_draft(
         return None
     specs = models.family(draft.family).weight_specs(draft)
     specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
-    place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
+    place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.head_mode)
     dtype = DTYPES[config.data_type]
     if config.weights == "random":
         return draft, RandomWeights(specs, 1, *place, dtype, ops, device, draft.quantization, *rounding)

@@ -190,7 +190,7 @@ def plan_rank(
     dtype = DTYPES[config.data_type]
     ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
     modes = (model.quantization, config.int8_mode)
-    weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.int8_head)
+    weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.head_mode)
     unlimited = replace(config, cache_bytes=1 << 62)
 
     def others(directory: Path | None, other: ModelConfig) -> AbstractContextManager[Weights]:
@@ -202,7 +202,7 @@ def plan_rank(
             models.family(draft.family).weight_specs(draft), size, device_type, has_peers
         )
         modes = (draft.quantization, config.int8_mode)
-        drafting = draft, _Shapes(of_draft, ops, *modes, tensor_rank, size, dtype, config.int8_head)
+        drafting = draft, _Shapes(of_draft, ops, *modes, tensor_rank, size, dtype, config.head_mode)
     trained = shapes_of_trained(config, model)
     engine = build_engine(
         model, unlimited, weights, ops, place, torch.device("meta"), others, draft=drafting, trained=trained

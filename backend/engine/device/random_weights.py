@@ -36,9 +36,9 @@ class RandomWeights(Weights):
         device: torch.device,
         quantization: Quantization | None = None,
         int8_mode: int = 0,
-        int8_head: bool = False,
+        head_mode: int = 0,
     ):
-        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, int8_head)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, head_mode)
         self._seed, self._device = seed, device
 
     def tensor(self, name: str) -> Tensor:

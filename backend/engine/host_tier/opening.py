@@ -25,8 +25,8 @@ log = logging.getLogger("tridecode.engine")
 
 #: settings on which the keys and values of a block depend
 _SETTINGS = (
-    "tensor_para_size", "pipeline_para_size", "data_type", "int8_mode", "int8_head", "weights",
-    "max_sequence_tokens", "block_tokens", "kv_cache_dtype", "batch_invariant",
+    "tensor_para_size", "pipeline_para_size", "data_type", "int8_mode", "int8_head", "int8_head_inputs",
+    "weights", "max_sequence_tokens", "block_tokens", "kv_cache_dtype", "batch_invariant",
 )  # fmt: skip
 
 

@@ -220,4 +220,4 @@ def needs_second_weights(model: ModelConfig, config: EngineConfig) -> bool:
 
 def rounds_weights(model: ModelConfig, config: EngineConfig) -> bool:
     """Return whether the served model's weights are quantised, in the files or while loading."""
-    return model.quantization is not None or config.int8_mode != 0 or config.int8_head
+    return model.quantization is not None or config.int8_mode != 0 or config.head_mode != 0

@@ -62,7 +62,7 @@ def _add_roofs(rows: list[dict[str, Any]], model: ModelConfig, config: EngineCon
     """
     context = job.prompt_tokens + job.output_tokens / 2
     seen = [min(model.window(layer) or context, context) for layer in range(model.num_layers)]
-    moved = traffic(model, config.data_type, config.kv_cache_dtype, config.int8_head)
+    moved = traffic(model, config.data_type, config.kv_cache_dtype, config.head_mode > 0)
     for row in rows:
         roof = moved.roof_ms(row["batch"], sum(seen) / len(seen)) / _world(job)
         row["roof_ms"] = round(roof, 3)
@@ -76,7 +76,8 @@ def described(engine: Engine, job: Job) -> dict[str, Any]:
         "device": str(engine.device),
         "dtype": engine.config.data_type,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
-        "int8_head": engine.config.int8_head,
+        "int8_head": engine.config.head_mode > 0,
+        "int8_head_inputs": engine.config.int8_head_inputs,
         "tensor_para_size": job.tensor_para_size,
         "pipeline_para_size": job.pipeline_para_size,
     }
@@ -95,6 +96,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         data_type=dtype,
         kv_cache_dtype=job.kv_cache_dtype,
         int8_head=job.int8_head,
+        int8_head_inputs=job.int8_head_inputs,
         enable_custom_all_reduce=job.enable_custom_all_reduce,
         device=job.device,
         weights="files" if job.directory else "random",
