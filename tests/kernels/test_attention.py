@@ -84,6 +84,41 @@ def test_groups_of_heads_decode_few_rows(place: Place, contexts: list[int], head
     decode_and_compare(place, heads, contexts, 16, heads[2] == 80, torch.bfloat16)
 
 
+@pytest.mark.parametrize("contexts", [[17], [544], [3000, 70]])
+@pytest.mark.parametrize("heads", [(4, 4, 128), (32, 8, 128), (8, 1, 80), (6, 3, 256)])
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65504.0), (torch.bfloat16, 1e16)])
+@pytest.mark.parametrize("lowest", ["all", "first half", "last half"])
+def test_scores_may_be_as_low_as_finite_inputs_make_them(
+    place: Place, contexts: list[int], heads, dtype: torch.dtype, largest: float, lowest: str
+):
+    """No score is minus infinity, so the maximum of a tile, a warp or a cluster that holds only the lowest
+    scores is finite, and its keys have weights: equal ones, or zero next to the highest scores."""
+    shape = make_heads(place, *heads)
+    batch = make_batch(place, contexts, [1] * len(contexts), 16)
+    cache = make_cache(place, batch, shape, 16, dtype)
+    cache.blocks.nan_to_num_()
+    held = []
+    for row, context in enumerate(contexts):
+        position = torch.arange(context)
+        low = {"all": position >= 0, "first half": position < context // 2}.get(
+            lowest, position >= context // 2
+        )
+        keys = torch.where(low, -largest, largest).to(dtype).view(-1, 1, 1).expand(-1, heads[1], heads[2])
+        values = torch.randn(context, heads[1], heads[2], generator=place.generator).to(dtype)
+        at = batch.block_tables[row].long().cpu()[position // 16]
+        both = torch.stack([keys, values], 1).to(place.device)  # (L, 2, K, D)
+        cache.blocks[at.to(place.device), :, :, (position % 16).to(place.device)] = both
+        held.append(both.double().cpu().permute(1, 2, 0, 3))
+    qkv = torch.full((len(contexts), shape.qkv_size), largest, dtype=dtype, device=place.device)
+    out = place.poison(len(contexts), shape.num_heads * shape.head_size, dtype=dtype)
+    place.settle()
+    place.ops.decode_attention(qkv, shape, batch, cache, out=out)
+    q = qkv[:, : shape.num_heads * shape.head_size].unflatten(1, (-1, shape.head_size))
+    for row in range(len(contexts)):
+        k, v = held[row]
+        assert_close("attention", out[row : row + 1], attend(q[row : row + 1], k, v, shape))
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):
