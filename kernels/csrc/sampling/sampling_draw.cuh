@@ -183,14 +183,13 @@ __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, 
 }
 
 // Copies the maxima of a row's segments to shared memory if they fit, so that each pass over them
-// does not wait for the L2 cache.
-__device__ __forceinline__ void stage_maxima(Shared& shared, const float* maxima, int segments) {
+// does not wait for the L2 cache. The caller waits for the copies and for the other threads.
+__device__ __forceinline__ void request_maxima(Shared& shared, const float* maxima, int segments) {
   if (segments > kStaged) return;
+#pragma unroll 4
   for (int i = threadIdx.x * 4; i < segments; i += kThreads * 4)
     copy16_async(shared.maxima + i, maxima + i, true);
   commit_copies();
-  wait_copies<0>();
-  __syncthreads();
 }
 __device__ __forceinline__ float maximum_at(const Shared& shared, const float* maxima, int segments,
                                             int i) {

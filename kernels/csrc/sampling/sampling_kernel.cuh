@@ -205,6 +205,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
   device_fence();
 
   // ---- the last block of the row
+  if (limited) request_maxima(shared, maxima, task.segments);
   largest = winner = 0;
   for (int i = threadIdx.x; i < int(gridDim.x); i += kThreads) {
     const u64 a = __ldcg(ranks + 2 * i), b = __ldcg(ranks + 2 * i + 1);
@@ -227,7 +228,10 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks<TaskOf>)
     sum.most = __shfl_sync(kAll, sum.most, 0);  // the same bits everywhere
     sum.sum = __shfl_sync(kAll, sum.sum, 0);
   }
-  if (limited) stage_maxima(shared, maxima, task.segments);
+  if (limited) {
+    wait_copies<0>();
+    __syncthreads();
+  }
   float value = 0.0f;  // the token's logit, if log_probs and kShared
   if constexpr (kShared) {
     __shared__ GatheredWords gathered;
