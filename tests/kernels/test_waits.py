@@ -26,7 +26,7 @@ READ_CONSTANTS = {
     *("copy_wide_stages", "gemm_packed_wide_sm90", "gemm_packed_even_split_sm90"),
     *("gemm_mma", "gemm_mma_tiles", "gemv"),
     *("copy_part", "gemm_sm90_split_k"),
-    *("copy_stages", "gemm_sm90_data_parallel", "gemm_sm90_even_split", "gemm_sm90_stream_k"),
+    *("copy_stages", "gemm_sm90_data_parallel", "gemm_sm90_even_split", "gemm_sm90_stream_k", "share_tile"),
     "product_chain_sm90a",
 }
 READ_RESULTS = {
