@@ -53,7 +53,7 @@ SPILLS = {
     "prefill_split_limited_8bit.cu": 24,
     "gemm_sm90_split_k_8bit.cu": 16,
     "gemm_sm90_stream_k.cu": 16,
-    "product_chain_sm90a.cu": 36,
+    "product_chain_sm90a.cu": 168,
     "sampling.cu": 8,
     "verify.cu": 32,
 }

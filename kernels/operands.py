@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -233,11 +234,23 @@ class LinearOps(Protocol):
     ) -> None: ...
 
 
+class RankWords(Protocol):
+    """The part of kernels.peer_sums.PeerSums with which the GEMMs of one launch sum over the tensor ranks.
+
+    chain_fields: fields of tridecode_chain_task; None if they cannot.
+    """
+
+    @property
+    def chain_fields(self) -> Mapping[str, float] | None: ...
+
+
 @dataclass(frozen=True)
 class Product:
     """The arguments of one `Ops.linear`.
 
     stream: (rows, norm): first rows += norm(x), as `Ops.add_normed`; the product then reads these rows.
+    over_ranks: out is this rank's part of a sum over the tensor ranks, which only `Ops.linears` computes; it
+    may leave out as it was. The product that reads out has a stream without a norm: rows += the sum.
     """
 
     x: Tensor
@@ -246,11 +259,13 @@ class Product:
     norm: Norm | None = None
     activation: str | None = None
     residual: Tensor | None = None
-    stream: tuple[Tensor, Norm] | None = None
+    stream: tuple[Tensor, Norm | None] | None = None
+    over_ranks: RankWords | None = None
 
     def compute(self, ops: LinearOps) -> None:
         """Compute `linear` of ops with these arguments."""
         x, norm, activation, residual = self.x, self.norm, self.activation, self.residual
+        assert self.over_ranks is None, "a sum over the ranks"
         if self.stream is not None:
             ops.add_normed(self.stream[0], x, self.stream[1])
             x = self.stream[0]

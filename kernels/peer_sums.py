@@ -3,7 +3,7 @@
 A rank allocates memory (PeerSums), sends its handle to the others and maps theirs (`connect`). Then each
 `add_rows` is one launch of all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
 between one shot and two, and NCCL. After the rows of the sums, the memory holds the exchange for sampling
-from a shared vocabulary (Cuda.sample_shared).
+from a shared vocabulary (Cuda.sample_shared) and, with two ranks, that of chained GEMMs (Ops.linears).
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from tridecode.kernels.checks import ShapeError, match, same_dtype
 from tridecode.kernels.gpu import DTYPES, Gpu, pointer
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.operands import Norm
-from tridecode.kernels.scratch import PeerLimits, peer_limits, peers_unsupported, plan_peers
+from tridecode.kernels.scratch import (
+    PeerLimits,
+    chain_exchange_bytes,
+    peer_limits,
+    peers_unsupported,
+    plan_peers,
+)
 
 HANDLE_BYTES = 64  # bytes of cudaIpcMemHandle_t
 
@@ -52,7 +58,8 @@ class PeerSums:
         self._plan = plan_peers(limits, ranks, max_tokens, row_bytes)
         self.rows = self._plan.rows  # bytes of a launch
         sum_bytes, self.sampled_rows = self._library.peer_bytes(ranks, self._plan.slot_bytes), sampled_rows
-        self.bytes = sum_bytes + self._library.sample_exchange(sampled_rows, ranks)
+        self._chain_at = sum_bytes + self._library.sample_exchange(sampled_rows, ranks)
+        self.bytes = self._chain_at + chain_exchange_bytes(ranks)
         address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
         self._library.peer_allocate(
             sum_bytes, self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr()
@@ -72,6 +79,8 @@ class PeerSums:
         }
         #: fields of tridecode_sample_task, once connected
         self.sampling_fields: dict[str, float] = {"exchange_rows": sampled_rows, "exchange_at": sum_bytes}
+        #: fields of tridecode_chain_task, once connected; None: GEMMs of one launch cannot sum over the ranks
+        self.chain_fields: dict[str, float] | None = None
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Map the others' memory. handles: those of all ranks, in rank order. Raises KernelError."""
@@ -81,6 +90,14 @@ class PeerSums:
         addresses = [f"memory{rank}" for rank in range(len(handles))]
         shared = ("rank", "ranks", "memory", "limit_ns", "lost", *addresses)
         self.sampling_fields |= {name: self._fields[name] for name in shared}
+        if room := chain_exchange_bytes(self._ranks):
+            peer = 1 - self._rank
+            self.chain_fields = {name: self._fields[name] for name in ("memory", "limit_ns", "lost")} | {
+                "peer": peer,
+                "exchange": self._memory + self._chain_at,
+                "exchange_bytes": room,
+                "peer_exchange": self._fields[f"memory{peer}"] + self._chain_at,
+            }
 
     def _open(self, handle: bytes) -> int:
         given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)

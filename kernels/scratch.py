@@ -171,6 +171,11 @@ def exchange_bytes(ranks: int, max_rows: int) -> int:
     return -(-max_rows * 4 // 256) * 256 + max_rows * 2 * (ranks - 1) * _EXCHANGE_BYTES
 
 
+def chain_exchange_bytes(ranks: int) -> int:
+    """Return the bytes of a rank's peer memory for the chained GEMMs, which sum over two ranks only."""
+    return EXCHANGE_BYTES if ranks == 2 else 0
+
+
 def peers_unsupported(ranks: int, row_bytes: int) -> str:
     """Return why kernels cannot exchange such rows through peer memory; "": they can."""
     if peer_limits(ranks) is None:

@@ -6,7 +6,7 @@ Letters as in kernels.ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,12 @@ from tridecode.kernels.ops import Ops
 
 
 class RowSums(Protocol):
-    """The sum over the tensor ranks, fused with the operation after it: kernels.peer_sums.PeerSums."""
+    """The sum over the tensor ranks, fused with the operation after it or, in a launch of several GEMMs
+    (Product.over_ranks), with these: kernels.peer_sums.PeerSums.
+    """
+
+    @property
+    def chain_fields(self) -> Mapping[str, float] | None: ...
 
     def add_rows(
         self,

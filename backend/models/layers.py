@@ -86,9 +86,22 @@ def finish_layer(
     """Compute the rest of a layer after its attention in one launch, if the operations have one.
 
     That is x += dense(attended), x += mlp(norm(x)) and project_qkv of the following layer. parallel: the MLP
-    reads the same x as attention. Returns False if nothing was done. Only without tensor parallelism.
+    reads the same x as attention. Returns False if nothing was done: so with tensor ranks for a parallel MLP
+    and for the last layer, whose sum no GEMM of the launch would read.
     """
     mlp = context.mlp(layer)
+    if context.ranks.tensor_size > 1:
+        sums = context.ranks.row_sums(x)
+        if sums is None or following is None or parallel:
+            return False
+        delta = context.work.delta[: context.num_tokens]
+        dense, down = (_first_with_bias(context, linear) for linear in (layer.dense, layer.down))
+        products = [
+            Product(attended, dense, delta, over_ranks=sums),
+            Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, None)),
+            Product(mlp, down, delta, over_ranks=sums),
+        ]
+        return context.ops.linears(products + _projection(context, delta, following, stream=(x, None)))
     dense = Product(attended, layer.dense, x, residual=x)
     up = Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation)
     # the parallel MLP's first GEMM goes before the output projection changes x: neither waits for the other
@@ -107,9 +120,9 @@ def finish_sandwich_layer(
     following: Following | None,
 ) -> bool:
     """Compute the rest of a layer with norms around attention and MLP, like finish_layer. outer: the norms of
-    their results. Returns False for the last layer.
+    their results. Returns False for the last layer, and with tensor ranks.
     """
-    if following is None:
+    if following is None or context.ranks.tensor_size > 1:
         return False
     mlp, delta = context.mlp(layer), context.work.delta[: context.num_tokens]
     products = [
@@ -121,13 +134,18 @@ def finish_sandwich_layer(
 
 
 def _projection(
-    context: Context, x: Tensor, following: Following | None, stream: tuple[Tensor, Norm] | None = None
+    context: Context, x: Tensor, following: Following | None, stream: tuple[Tensor, Norm | None] | None = None
 ) -> list[Product]:
     """Return the QKV projection of the next layer, if there is one."""
     if following is None:
         return []
     qkv = context.parts("qkv", following.columns).whole
     return [Product(x, following.qkv, qkv, norm=following.norm, stream=stream)]
+
+
+def _first_with_bias(context: Context, linear: Linear) -> Linear:
+    """Return the linear with its bias on the first tensor rank, without it on the others."""
+    return linear if context.ranks.tensor_rank == 0 or linear.bias is None else replace(linear, bias=None)
 
 
 def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:

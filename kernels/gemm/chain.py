@@ -64,10 +64,18 @@ class Chain:
             tokens=tokens,
             dtype=DTYPES[x.dtype],
             operand=library.operands[operand],
-            exchange=self._gpu.exchange.data_ptr(),
-            exchange_bytes=EXCHANGE_BYTES,
+            **self._exchange(products),
         )
         return True
+
+    def _exchange(self, products: Sequence[Product]) -> Mapping[str, float]:
+        """Return the fields of the exchange: that of the ranks if the products sum over them."""
+        for product in products:
+            if product.over_ranks is not None:
+                fields = product.over_ranks.chain_fields
+                assert fields is not None  # checked by _takes_streams
+                return fields
+        return {"exchange": self._gpu.exchange.data_ptr(), "exchange_bytes": EXCHANGE_BYTES}
 
     def _operand(self, product: Product) -> str:
         return self._kinds[product.linear.kind].chain_operand(product.linear)
@@ -77,7 +85,7 @@ class Chain:
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
         if not reads_in_order(products) or not self._takes_streams(products):
             return False
-        results = sum(product.out.shape[1] for product in products)
+        results = sum(product.out.shape[1] * (1 + bool(product.over_ranks)) for product in products)
         if _HEADER_BYTES + 4 * tokens * results > EXCHANGE_BYTES:
             return False
         code = self._gpu.library.operands[operand]
@@ -91,8 +99,11 @@ class Chain:
         stream, which every block must have read before.
         """
         adding = [i for i, product in enumerate(products) if product.stream is not None]
+        parts = [i for i, product in enumerate(products) if product.over_ranks is not None]
         if not adding:
-            return True
+            return not parts
+        if parts and (adding != [i + 1 for i in parts] or not _are_parts([products[i] for i in parts])):
+            return False
         streams = [stream for product in products if (stream := product.stream) is not None]
         rows, first = streams[0][0], products[adding[0]]
         return (
@@ -101,8 +112,8 @@ class Chain:
             and first.linear.weight.shape[0] >= 16 * self._gpu.gemm_device.multiprocessors
             and all(other.data_ptr() == rows.data_ptr() for other, _ in streams)
             and all(products[i].x.shape == rows.shape for i in adding)
-            and all(norm.bias is None for _, norm in streams)
-            and all(norm.bias is None for i in adding if (norm := products[i].norm) is not None)
+            and all(norm is None if parts else norm is not None and norm.bias is None for _, norm in streams)
+            and (parts or all(norm.bias is None for i in adding if (norm := products[i].norm) is not None))
         )
 
     def _takes_one(self, product: Product, operand: str) -> bool:
@@ -140,8 +151,20 @@ class Chain:
             inputs=linear.weight.shape[1],
             outputs=linear.weight.shape[0],
             activation=ACTIVATIONS[product.activation],
+            over_ranks=int(product.over_ranks is not None),
             **self._kinds[linear.kind].chain_fields(linear),
         )
+
+
+def _are_parts(products: Sequence[Product]) -> bool:
+    """Return whether the kernel can sum these over the ranks."""
+    return all(
+        product.over_ranks is not None
+        and product.over_ranks.chain_fields is not None
+        and product.residual is None
+        and product.activation is None
+        for product in products
+    )
 
 
 def _call(product: Product) -> Call:

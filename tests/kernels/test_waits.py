@@ -39,7 +39,7 @@ READ_RESULTS = {
 _READ = re.compile(r"\[(?!\])|->|load|copy|fetch|request|atomic|__ld|\*\w+[;)]|\bdivide\(")
 
 #: functions that read what another block or GPU may be writing
-POLLS = {"load_acquire", "load_relaxed", "load_word", "load_words", "load_system"}
+POLLS = {"load_acquire", "load_relaxed", "load_word", "load_words", "load_their_words", "load_system"}
 _POLL = re.compile(rf"\b({'|'.join(POLLS)}|is_of|atomic\w+)\(")
 _LIMITED = re.compile(r"\bspin\.again\(|\bpatience_?\.is_over\(")
 

@@ -223,7 +223,7 @@ def plan_rank(
     kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
     if has_peers:
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
-        kernels += scratch.exchange_bytes(size, config.slots)
+        kernels += scratch.exchange_bytes(size, config.slots) + scratch.chain_exchange_bytes(size)
     block = cache[0] // engine.state.num_blocks
     if config.has_host_tier:
         slots = config.host_cache_bytes // (size * stages) // block

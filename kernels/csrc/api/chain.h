@@ -16,6 +16,11 @@ extern "C" {
 // stream instead of x. Two GEMMs of a launch have it, with the same stream and at least one GEMM
 // between them, and the first has 16 outputs or more for each multiprocessor. Neither has a bias of
 // its norms.
+//
+// over_ranks: out is this rank's part of a sum over two tensor ranks; it has no activation and no
+// residual, and is not stored to memory. A later GEMM, whose x it is, has a stream without
+// outer_weight: stream += the sum. Two GEMMs of a launch have it, before the two with a stream,
+// whose norms may then have a bias. Both ranks launch the same sequence of such launches.
 typedef struct {
   void* out;
   const void* x;
@@ -29,7 +34,7 @@ typedef struct {
   const float* weight_scales;
   const uint32_t* weight_groups;
   float norm_eps, outer_eps;
-  int inputs, outputs, activation;
+  int inputs, outputs, activation, over_ranks;
 } tridecode_chain_step;
 typedef struct {
   const void* steps;  // host memory: num_steps of tridecode_chain_step, 1 to 4
@@ -39,6 +44,15 @@ typedef struct {
   // GEMM; zeros before the first launch; used by this function only
   void* exchange;
   int64_t exchange_bytes;
+  // for sums over two ranks, else null: the other rank's exchange as mapped here, which also needs
+  // room for 4 bytes for each result that is summed; this rank's memory of tridecode_peer_allocate,
+  // in which its exchange is, after the sums' bytes; the limit of the wait for the other rank, and
+  // pinned host memory as for tridecode_all_reduce
+  void* peer_exchange;
+  void* memory;
+  int64_t limit_ns;
+  int* lost;
+  int peer;  // the other rank
 } tridecode_chain_task;
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
 // Number of pipeline stages for weights that fit into a block's shared memory in addition to this

@@ -196,6 +196,7 @@ def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary(
     held = top_bytes(config, model.vocab_size)  # ranks that share the vocabulary have none of these buffers
     assert whole.workspace - shared.workspace == config.slots * share * (4 + 2) + held
     peers = scratch.peer_bytes(2, config.max_step_tokens, 8192) + scratch.exchange_bytes(2, config.slots)
+    peers += scratch.chain_exchange_bytes(2)
     sampling = [scratch.sample_bytes(config.slots, ids) for ids in (share, model.vocab_size)]
     assert shared.scratch - whole.scratch == peers + sampling[0] - sampling[1]
 

@@ -69,6 +69,8 @@ class Arrival:
 class ThreadSums:
     """The interface of kernels.peer_sums.PeerSums. launched: sums with a norm, and without."""
 
+    chain_fields = None
+
     def __init__(self, ranks: ThreadRanks):
         self.ranks, self.launched = ranks, {True: 0, False: 0}
 

@@ -9,6 +9,7 @@
 #include "common/rounding.cuh"
 #include "common/spin.cuh"
 #include "gemm/packed/packed_weight.cuh"
+#include "ranks/peer_memory.cuh"
 
 namespace tridecode {
 namespace {
@@ -34,19 +35,26 @@ constexpr int kHeld = 4;                // vectors of 8 numbers of x that a thre
 // are in memory. out_words: address for results that later GEMMs read, or null. stores: the results
 // are also stored to memory. keeps: the first GEMM with a stream, which keeps the sums in shared
 // memory for the second, whose sums are stored to memory. first_block: the block that computes the
-// first tile.
+// first tile. their_words: if x is a part of a sum over two ranks, where the other rank's part
+// arrives. sent_words: if the results are, their address in the other rank's memory.
 struct Step {
   tridecode_chain_step given;
   int tiles, second, first_block;
   bool gated, stores, keeps;
   const uint64_t *x_words, *residual_words;
-  uint64_t* out_words;
+  uint64_t *out_words, *sent_words;
+  const uint64_t* their_words;
 };
 
 struct Chain {
   Step steps[kMaxSteps];
   int count, tokens, columns, stages, in_flight, x_bytes, group_bytes;
   unsigned int* counters;  // counter of finished tiles, zero between launches; counter of launches
+  // for waits for the other rank: see Patience
+  PeerState* state;
+  int64_t limit_ns;
+  int* lost;
+  int peer;
 };
 
 struct Maps {
@@ -227,6 +235,17 @@ __device__ __forceinline__ void load_words(const uint64_t* from, uint64_t& first
                : "=l"(first), "=l"(second)
                : "l"(from));
 }
+__device__ __forceinline__ void load_their_words(const uint64_t* from, uint64_t& first,
+                                                 uint64_t& second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void send_word(uint64_t* to, uint32_t pair, unsigned int launch) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(pair | uint64_t(launch) << 32)
+               : "memory");
+}
 __device__ __forceinline__ uint64_t load_word(const uint64_t* from) {
   uint64_t word;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from));
@@ -247,6 +266,9 @@ struct Eight {
   uint64_t words[4];
   __device__ __forceinline__ void load(const uint64_t* from) {
     load_words(from, words[0], words[1]), load_words(from + 2, words[2], words[3]);
+  }
+  __device__ __forceinline__ void load_theirs(const uint64_t* from) {
+    load_their_words(from, words[0], words[1]), load_their_words(from + 2, words[2], words[3]);
   }
   __device__ __forceinline__ bool is_of(unsigned int launch) const {
     unsigned int other = 0;

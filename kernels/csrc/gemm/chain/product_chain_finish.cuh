@@ -110,6 +110,7 @@ struct Finisher {
     if (token() >= chain.tokens || (step.gated && g % 2)) return;
     const int columns = step.gated ? given.outputs / 2 : given.outputs;
     const int64_t at = int64_t(token()) * columns + (eight + g % 2) * 8 + g / 2 * 2;
+    if (step.sent_words) send_word(step.sent_words + at / 2, pair, launch);
     if (step.out_words) store_word(step.out_words + at / 2, pair, launch);
     if (step.stores) *reinterpret_cast<uint32_t*>(static_cast<X*>(given.out) + at) = pair;
   }

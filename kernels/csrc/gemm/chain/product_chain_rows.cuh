@@ -279,10 +279,10 @@ struct Rows {
     const auto weight = static_cast<const uint4*>(step.given.outer_weight);
 #pragma unroll 1
     for (int p = first; p < pieces && has(); p += apart) {
-      if (HELD > 1) prefetch_l2(weight + p);
+      if (HELD > 1 && weight) prefetch_l2(weight + p);
       if (step.keeps) store_shared(kept_at(step, p), __ldcg(stored_at(step, p)));
     }
-    return HELD == 1 && first < pieces ? __ldg(weight + first) : uint4{};
+    return HELD == 1 && weight && first < pieces ? __ldg(weight + first) : uint4{};
   }
 
   // x = stream + norm(x) * weight. weight: that of the thread's first vector.
@@ -304,11 +304,47 @@ struct Rows {
                      z = unpack<X>(get(sum, j));
         put(vector, j, pack<X>(z.x + x.x * scale * y.x, z.y + x.y * scale * y.y));
       }
-      if (step.keeps)
-        store_shared(kept_at(step, p), vector);
-      else if (int(blockIdx.x) == step.first_block)
-        *stored_at(step, p) = vector;
+      keep_in_stream(step, p, vector);
     });
+  }
+
+  __device__ __forceinline__ void keep_in_stream(const Step& step, int p,
+                                                 const uint4& vector) const {
+    if (step.keeps)
+      store_shared(kept_at(step, p), vector);
+    else if (int(blockIdx.x) == step.first_block)
+      *stored_at(step, p) = vector;
+  }
+
+  // x = stream + this rank's part, in words, + the other rank's. Both ranks add the same two parts,
+  // so they get the same bits. theirs: if a thread has one vector, the other's part of it, loaded
+  // perhaps before it arrived.
+  template <int HELD>
+  __device__ __forceinline__ void add_theirs(uint4 (&words)[HELD], const Step& step,
+                                             Eight theirs) const {
+    const int pieces = step.given.inputs / 8;
+    each_held(words, first, pieces, [&](uint4& vector, int i) {
+      forget(vector);
+      const int p = first + i * apart;
+      if (p >= pieces || !has()) return;
+      if (HELD > 1) theirs.load_theirs(their_words(step, p));
+      Patience patience{chain.state, chain.limit_ns, chain.lost};
+      while (!theirs.is_of(launch) && !patience.is_over(chain.peer))
+        theirs.load_theirs(their_words(step, p));
+      const uint4 part = theirs.numbers(), sum = load_shared4(kept_at(step, p));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 x = unpack<X>(get(vector, j)), y = unpack<X>(get(part, j)),
+                     z = unpack<X>(get(sum, j));
+        put(vector, j, pack<X>(z.x + (x.x + y.x), z.y + (x.y + y.y)));
+      }
+      keep_in_stream(step, p, vector);
+    });
+  }
+
+  // The address of vector p of the other rank's part.
+  __device__ __forceinline__ const uint64_t* their_words(const Step& step, int p) const {
+    return step.their_words + (token * (step.given.inputs / 8) + p) * 4;
   }
 
   // Rows of x that fit in registers: added to the stream if there is one, normalised if there is a
@@ -326,7 +362,7 @@ struct Rows {
         if (CENTRED) prefetch_l2(bias + p);
       }
     }
-    if (!CENTRED && step.given.outer_weight) outer = prepare_stream<HELD>(step);
+    if (step.given.stream) outer = prepare_stream<HELD>(step);
     wait_for_tiles(step);
     auto load_norm = [&](int p) {
       w = {}, b = {};  // the padding after the row stays 0
@@ -334,7 +370,15 @@ struct Rows {
       w = __ldg(weight + p);
       if (CENTRED) b = __ldg(bias + p);
     };
-    if (has()) load_row(words, step, first, pieces, [&] { load_norm(first); });
+    Eight theirs = {};
+    if (has()) {
+      load_row(words, step, first, pieces, [&] {
+        if (HELD == 1 && step.their_words && first < pieces)
+          theirs.load_theirs(their_words(step, first));
+        load_norm(first);
+      });
+    }
+    if (step.their_words) add_theirs(words, step, theirs);
     if (!CENTRED && step.given.outer_weight) add_to_stream(words, step, outer);
     if (weight) {
       const RowNorm norm = norm_of<HELD, CENTRED>(words, step.given.inputs, step.given.norm_eps, 1);

@@ -22,6 +22,14 @@
 // the residual stream. It keeps the first sum in shared memory for the second, which one block
 // stores: by then all blocks have read the stream.
 //
+// With two tensor ranks, attention and MLP each give a part of a sum. A finisher stores its words in
+// the other rank's memory as well, and every block adds both ranks' words to the residual stream
+// when it reads them. Each of the two sums has one buffer. A rank that sends the first sum has
+// finished the launch before; so the other rank had sent its second sum, and had read the first. A
+// rank that sends the second sum has received the first sum of this launch; so the other rank has
+// finished the launch before. A wait for the other rank has a time limit; a debug build ends waits
+// for blocks of this launch earlier.
+//
 // In a layer whose attention and MLP read the same rows, the first GEMM of the MLP and the output
 // projection wait for no other GEMM of the launch.
 //
@@ -213,18 +221,45 @@ int find_stream(Chain& chain, int& columns) {
   for (int i = 0; i < chain.count; ++i) {
     Step& step = chain.steps[i];
     const auto &given = step.given, &earlier = chain.steps[at].given;
-    if (!given.outer_weight) continue;
+    if (!given.stream) continue;
+    const bool centred = given.norm_bias && !step.their_words;  // not implemented
+    if (!given.outer_weight == !step.their_words)
+      return fail("product_chain_sm90a: the stream of product %d has no norm and no sum", i);
     if (++found == 1) {
       at = i, columns = given.inputs, step.keeps = true;
-      if (given.norm_bias || step.tiles < device().multiprocessors)
+      if (centred || step.tiles < device().multiprocessors)
         return fail("product_chain_sm90a: product %d has a stream and %d tiles; wanted %d", i,
                     step.tiles, device().multiprocessors);
-    } else if (found > 2 || i < at + 2 || given.norm_bias || given.stream != earlier.stream ||
+    } else if (found > 2 || i < at + 2 || centred || given.stream != earlier.stream ||
                given.inputs != earlier.inputs || !step.x_words) {
       return fail("product_chain_sm90a: product %d cannot add to the stream of product %d", i, at);
     }
   }
   return found == 1 ? fail("product_chain_sm90a: only product %d has a stream", at) : 0;
+}
+
+// Gives the parts of sums over two ranks their addresses at `words`, where those of the other rank
+// arrive, and in its memory; `words` goes beyond them.
+int place_sums(Chain& chain, const tridecode_chain_task& task, uint64_t*& words) {
+  const auto given = static_cast<const tridecode_chain_step*>(task.steps);
+  int found = 0;
+  for (int i = 0; i < chain.count; ++i) {
+    if (!given[i].over_ranks) continue;
+    const int64_t at = words - static_cast<uint64_t*>(task.exchange);
+    int reader = i + 1;
+    while (reader < chain.count && (given[reader].x != given[i].out || !given[reader].stream))
+      ++reader;
+    if (reader == chain.count || given[reader].inputs != given[i].outputs || given[i].residual ||
+        given[i].activation || !task.peer_exchange)
+      return fail("product_chain_sm90a: product %d cannot be summed over the ranks", i);
+    chain.steps[i].sent_words = static_cast<uint64_t*>(task.peer_exchange) + at;
+    chain.steps[reader].their_words = words;
+    words += int64_t(task.tokens) * (given[i].outputs / 2);
+    ++found;
+  }
+  return found == 0 || found == 2
+             ? 0
+             : fail("product_chain_sm90a: %d sums over the ranks; wanted 2", found);
 }
 
 // bytes: length of a row, which is mapped as 16-bit numbers.
@@ -256,6 +291,9 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
   chain.count = task->num_steps, chain.tokens = task->tokens;
   chain.counters = static_cast<unsigned int*>(task->exchange);
   uint64_t* words = static_cast<uint64_t*>(task->exchange) + kHeaderWords;
+  chain.state = static_cast<PeerState*>(task->memory), chain.limit_ns = task->limit_ns;
+  chain.lost = task->lost, chain.peer = task->peer;
+  if (int status = place_sums(chain, *task, words)) return status;
   int most_inputs = 0, turn = 0;
   for (int i = 0; i < chain.count; ++i) {
     Step& step = chain.steps[i];
@@ -264,7 +302,7 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
     step.first_block = turn % device().multiprocessors, turn += given[i].outputs / 16;
     step.tiles = given[i].outputs / 16, step.second = step.gated ? given[i].outputs / 16 : 1;
     if (int status = check_step(step, i)) return status;
-    step.stores = true;
+    step.stores = !given[i].over_ranks;
     for (int j = i - 1; j >= 0; --j) {  // the last earlier GEMM that writes its input
       Step& earlier = chain.steps[j];
       if (given[i].x == given[j].out && !step.x_words) step.x_words = earlier.out_words;
@@ -278,7 +316,7 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
     if (given[i].inputs > most_inputs) most_inputs = given[i].inputs;
     const int tokens = task->tokens;
     const int held = kHeld * 256 * warps_of_token(tokens);
-    if ((given[i].norm_weight || given[i].outer_weight) && given[i].inputs > held)
+    if ((given[i].norm_weight || given[i].stream) && given[i].inputs > held)
       return fail("%s: a norm of %d inputs, %d tokens; wanted at most %d", name, given[i].inputs,
                   tokens, held);
   }
