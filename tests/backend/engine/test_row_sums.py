@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.checkpoints import FAMILIES, save
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.kernels.operands import Product
+from tridecode.kernels.reference.operations import Reference
 
 NEW = 6
 #: of each form of residual: sequential, parallel with one norm and with two, post-norm, sandwich
@@ -36,3 +39,32 @@ def test_fused_sums_give_the_tokens_of_transformers(form: str, tmp_path: Path) -
     for engine in engines:
         sums = engine.ranks.sums.launched
         assert sums[True] + sums[False] > 0 and (form == "bloom, from norm" or sums[True] > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_products_of_one_launch_may_sum_over_the_ranks(family: str, tmp_path: Path, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def linears(self: Reference, products: list[Product]) -> bool:
+        asked.append(len(products))
+        for product, following in zip(products, [*products[1:], None]):
+            if product.stream is not None:  # the stream has the sum
+                assert product.stream[1] is None
+                product = replace(product, x=product.stream[0], stream=None)
+            replace(product, over_ranks=None).compute(self)
+            if product.over_ranks is not None:
+                assert following is not None and following.x is product.out and following.stream is not None
+                rows = following.stream[0]
+                product.over_ranks.add_rows(product.out, residual=rows, out=rows)
+        return True
+
+    monkeypatch.setattr(Reference, "linears", linears)
+    monkeypatch.setattr(Reference, "most_linears_rows", 64)
+    model = FAMILIES[family](**FAMILIES[family].shared)
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
+    prompts = prompts_of([5, 1, 20], model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    params = SamplingParams(max_tokens=NEW)
+    done, _ = on_ranks(tmp_path / "w", 2, 1, lambda offline: offline.generate(prompts, params), fuses=True)
+    assert [generation.tokens for generation in done] == wanted
+    assert set(asked) == {4}  # the last layer has no next one
