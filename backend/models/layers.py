@@ -89,19 +89,9 @@ def finish_layer(
     reads the same x as attention. Returns False if nothing was done: so with tensor ranks for a parallel MLP
     and for the last layer, whose sum no GEMM of the launch would read.
     """
-    mlp = context.mlp(layer)
     if context.ranks.tensor_size > 1:
-        sums = context.ranks.row_sums(x)
-        if sums is None or following is None or parallel:
-            return False
-        delta = context.work.delta[: context.num_tokens]
-        dense, down = (_first_with_bias(context, linear) for linear in (layer.dense, layer.down))
-        products = [
-            Product(attended, dense, delta, over_ranks=sums),
-            Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, None)),
-            Product(mlp, down, delta, over_ranks=sums),
-        ]
-        return context.ops.linears(products + _projection(context, delta, following, stream=(x, None)))
+        return not parallel and _finish_over_ranks(context, x, attended, layer, activation, following)
+    mlp = context.mlp(layer)
     dense = Product(attended, layer.dense, x, residual=x)
     up = Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation)
     # the parallel MLP's first GEMM goes before the output projection changes x: neither waits for the other
@@ -141,6 +131,28 @@ def _projection(
         return []
     qkv = context.parts("qkv", following.columns).whole
     return [Product(x, following.qkv, qkv, norm=following.norm, stream=stream)]
+
+
+def _finish_over_ranks(
+    context: Context,
+    x: Tensor,
+    attended: Tensor,
+    layer: DecoderLayer,
+    activation: str,
+    following: Following | None,
+) -> bool:
+    """Compute finish_layer with sums over the tensor ranks."""
+    sums = context.ranks.row_sums(x)
+    if sums is None or following is None:
+        return False
+    mlp, delta = context.mlp(layer), context.work.delta[: context.num_tokens]
+    dense, down = (_first_with_bias(context, linear) for linear in (layer.dense, layer.down))
+    products = [
+        Product(attended, dense, delta, over_ranks=sums),
+        Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, None)),
+        Product(mlp, down, delta, over_ranks=sums),
+    ]
+    return context.ops.linears(products + _projection(context, delta, following, stream=(x, None)))
 
 
 def _first_with_bias(context: Context, linear: Linear) -> Linear:

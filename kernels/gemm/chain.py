@@ -113,7 +113,10 @@ class Chain:
             and all(other.data_ptr() == rows.data_ptr() for other, _ in streams)
             and all(products[i].x.shape == rows.shape for i in adding)
             and all(norm is None if parts else norm is not None and norm.bias is None for _, norm in streams)
-            and (parts or all(norm.bias is None for i in adding if (norm := products[i].norm) is not None))
+            and (
+                bool(parts)
+                or all(norm.bias is None for i in adding if (norm := products[i].norm) is not None)
+            )
         )
 
     def _takes_one(self, product: Product, operand: str) -> bool:
