@@ -59,6 +59,8 @@ def join_peers(
         if sums is not None:
             sums.close()
         return None
+    if not _alike(ranks, ops):
+        sums.chain_fields = None  # because each rank chooses its kernels by its own GPU
     size = f"{sums.bytes / 2**20:.0f} MiB a rank, {sums.rows} rows a launch"
     log.info("tensor ranks sum and share the vocabulary through the memory of their peers: %s", size)
     return sums
@@ -85,6 +87,18 @@ def _allocate(
         return PeerSums(ops.gpu, *place, config.max_step_tokens, columns, dtype, limit_s, config.slots), ""
     except KernelError as error:
         return None, str(error)
+
+
+def _alike(ranks: ProcessRanks, ops: Ops) -> bool:
+    """Return whether chained GEMMs are chosen alike on all ranks' GPUs. Collective."""
+    from tridecode.kernels.cuda import Cuda
+
+    assert isinstance(ops, Cuda)
+    device = ops.gpu.gemm_device
+    facts = f"{device.capability} {device.multiprocessors} {device.shared_bytes}".encode()[:_REASON].ljust(
+        _REASON, b"\0"
+    )
+    return len(set(ranks.exchange_bytes(facts))) == 1
 
 
 def _may_wait_in_vain(shared: bool) -> str:

@@ -55,6 +55,7 @@ class Sums:
         if self.broken == (rank, "allocate"):
             raise KernelError("cudaMalloc: out of memory")
         self.rank, self.rows, self.bytes, self.columns = rank, max_tokens, 1 << 20, columns
+        self.chain_fields = {"peer": 1 - rank}
         self.handle, self.given, self.closed = bytes([65 + rank]) * 64, [], False
         self.made.append(self)
 
@@ -67,10 +68,12 @@ class Sums:
         self.closed = True
 
 
-def gpu(shared: bool) -> Cuda:
+def gpu(shared: bool, multiprocessors: int = 132) -> Cuda:
     """Operations of a GPU; only their properties are read."""
     ops = Cuda.__new__(Cuda)
-    ops.gpu = SimpleNamespace(gemm_device=SimpleNamespace(shared=shared))  # type: ignore[assignment]
+    sizes = dict(capability=90, multiprocessors=multiprocessors, shared_bytes=232448)
+    device = SimpleNamespace(shared=shared, **sizes)
+    ops.gpu = SimpleNamespace(gemm_device=device)  # type: ignore[assignment]
     return ops
 
 
@@ -121,6 +124,12 @@ def test_where_one_rank_cannot_all_sum_through_nccl_and_name_it(joined, broken, 
     assert found == [None] * 3
     assert lines == [f"{WITHOUT}{reason}"] * 3
     assert len(Sums.made) == (2 if broken[1] == "allocate" else 3) and all(sums.closed for sums in Sums.made)
+
+
+@pytest.mark.parametrize(("others", "alike"), [(132, True), (114, False)])
+def test_products_of_one_launch_sum_over_ranks_with_equal_gpus_only(joined, others: int, alike: bool) -> None:
+    found, _, _ = joined(2, lambda rank: gpu(False, others if rank else 132))
+    assert [sums.chain_fields is not None for sums in found] == [alike] * 2
 
 
 def test_a_gpu_that_is_shared_through_mps_is_left_to_nccl(joined) -> None:
