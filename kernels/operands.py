@@ -250,7 +250,7 @@ class Product:
 
     stream: (rows, norm): first rows += norm(x), as `Ops.add_normed`; the product then reads these rows.
     over_ranks: out is this rank's part of a sum over the tensor ranks, which only `Ops.linears` computes; it
-    may leave out as it was. The product that reads out has a stream without a norm: rows += the sum.
+    may leave out as it was. The product that reads out has a stream, with a norm or None: rows += the sum.
     """
 
     x: Tensor

@@ -90,7 +90,9 @@ def finish_layer(
     and for the last layer, whose sum no GEMM of the launch would read.
     """
     if context.ranks.tensor_size > 1:
-        return not parallel and _finish_over_ranks(context, x, attended, layer, activation, following)
+        return not parallel and finish_sandwich_layer(
+            context, x, attended, layer, activation, (None, None), following
+        )
     mlp = context.mlp(layer)
     dense = Product(attended, layer.dense, x, residual=x)
     up = Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation)
@@ -106,19 +108,21 @@ def finish_sandwich_layer(
     attended: Tensor,
     layer: DecoderLayer,
     activation: str,
-    outer: tuple[Norm, Norm],
+    outer: tuple[Norm | None, Norm | None],
     following: Following | None,
 ) -> bool:
     """Compute the rest of a layer with norms around attention and MLP, like finish_layer. outer: the norms of
-    their results. Returns False for the last layer, and with tensor ranks.
+    their results; None, with tensor ranks only: there is none. Returns False for the last layer.
     """
-    if following is None or context.ranks.tensor_size > 1:
+    sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(x)
+    if following is None or (sums is None and context.ranks.tensor_size > 1):
         return False
     mlp, delta = context.mlp(layer), context.work.delta[: context.num_tokens]
+    dense, down = (_first_with_bias(context, linear) for linear in (layer.dense, layer.down))
     products = [
-        Product(attended, layer.dense, delta),
+        Product(attended, dense, delta, over_ranks=sums),
         Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, outer[0])),
-        Product(mlp, layer.down, delta),
+        Product(mlp, down, delta, over_ranks=sums),
     ]
     return context.ops.linears(products + _projection(context, delta, following, stream=(x, outer[1])))
 
@@ -131,28 +135,6 @@ def _projection(
         return []
     qkv = context.parts("qkv", following.columns).whole
     return [Product(x, following.qkv, qkv, norm=following.norm, stream=stream)]
-
-
-def _finish_over_ranks(
-    context: Context,
-    x: Tensor,
-    attended: Tensor,
-    layer: DecoderLayer,
-    activation: str,
-    following: Following | None,
-) -> bool:
-    """Compute finish_layer with sums over the tensor ranks."""
-    sums = context.ranks.row_sums(x)
-    if sums is None or following is None:
-        return False
-    mlp, delta = context.mlp(layer), context.work.delta[: context.num_tokens]
-    dense, down = (_first_with_bias(context, linear) for linear in (layer.dense, layer.down))
-    products = [
-        Product(attended, dense, delta, over_ranks=sums),
-        Product(delta, layer.up, mlp, norm=layer.mlp_norm, activation=activation, stream=(x, None)),
-        Product(mlp, down, delta, over_ranks=sums),
-    ]
-    return context.ops.linears(products + _projection(context, delta, following, stream=(x, None)))
 
 
 def _first_with_bias(context: Context, linear: Linear) -> Linear:

@@ -16,7 +16,7 @@ from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gemm.table_sm90 import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, FUSED_GATES, Gpu, pointer
-from tridecode.kernels.operands import Product
+from tridecode.kernels.operands import Norm, Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
 
 #: limits of the chained-GEMM kernel
@@ -112,11 +112,8 @@ class Chain:
             and first.linear.weight.shape[0] >= 16 * self._gpu.gemm_device.multiprocessors
             and all(other.data_ptr() == rows.data_ptr() for other, _ in streams)
             and all(products[i].x.shape == rows.shape for i in adding)
-            and all(norm is None if parts else norm is not None and norm.bias is None for _, norm in streams)
-            and (
-                bool(parts)
-                or all(norm.bias is None for i in adding if (norm := products[i].norm) is not None)
-            )
+            and all(parts if norm is None else norm.bias is None for _, norm in streams)
+            and all(not _is_centred(products[i].norm) or streams[k][1] is None for k, i in enumerate(adding))
         )
 
     def _takes_one(self, product: Product, operand: str) -> bool:
@@ -157,6 +154,10 @@ class Chain:
             over_ranks=int(product.over_ranks is not None),
             **self._kinds[linear.kind].chain_fields(linear),
         )
+
+
+def _is_centred(norm: Norm | None) -> bool:
+    return norm is not None and norm.bias is not None
 
 
 def _are_parts(products: Sequence[Product]) -> bool:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(640, 2304, 384, 512), (1152, 3456, 640, 1920)]
 #: a layer of LLaMA-3-8B on two ranks; several vectors of a row a thread
 WIDE_SHAPES = [(4096, 7168, 2048, 3072), (6144, 8192, 3072, 3840)]
+#: SwiGLU and RMSNorm; biases and LayerNorm; SwiGLU and norms around attention and MLP
+FORMS = ["gated", "biases", "outer norms"]
 LAUNCHES = 60
 
 
@@ -44,9 +46,8 @@ def make_place(ops, seed: int) -> Place:
 class Layer:
     """One rank's share of what is behind attention. All ranks draw the same residual stream and norms."""
 
-    def __init__(
-        self, place: Place, rank: int, kind: str, tokens: int, shape, dtype: torch.dtype, gated: bool
-    ):
+    def __init__(self, place: Place, rank: int, kind: str, tokens: int, shape, dtype: torch.dtype, form: str):
+        gated = form != "biases"
         hidden, inner, queries, columns = shape
         self.matrices: dict[str, Tensor] = {}
         linears: dict[str, Linear] = {}
@@ -67,15 +68,18 @@ class Layer:
             weight = place.normal(hidden, dtype=dtype, scale=0.2) + 1
             return Norm(weight, None if gated else place.normal(hidden, dtype=dtype, scale=0.2), 1e-5)
 
+        self.outer = (norm(), norm()) if form == "outer norms" else (None, None)
         before, self.held = (norm(), norm()), place.normal(tokens, hidden, dtype=dtype)
         attended = own.normal(tokens, queries, dtype=dtype)
         self.stream, part = self.held.clone(), place.poison(tokens, hidden, dtype=dtype)
         mlp, qkv = (place.poison(tokens, size, dtype=dtype) for size in (inner, columns))
         activation = "swiglu" if gated else "gelu_tanh"
         self.dense = Product(attended, linears["dense"], part)
-        self.up = Product(part, linears["up"], mlp, before[0], activation, stream=(self.stream, None))
+        self.up = Product(
+            part, linears["up"], mlp, before[0], activation, stream=(self.stream, self.outer[0])
+        )
         self.down = Product(mlp, linears["down"], part)
-        self.qkv = Product(part, linears["qkv"], qkv, before[1], stream=(self.stream, None))
+        self.qkv = Product(part, linears["qkv"], qkv, before[1], stream=(self.stream, self.outer[1]))
         self.place = place
         place.settle()
 
@@ -89,6 +93,16 @@ class Layer:
         assert self.place.ops.linears(self.products(sums))
         torch.cuda.synchronize()
         return [tensor.clone() for tensor in (self.stream, self.up.out, self.qkv.out)]
+
+    @staticmethod
+    def added(x: Tensor, parts: list[Tensor], outer: Norm | None) -> Tensor:
+        """Add the sum of all ranks' parts to x; normalised by `outer` first, as `Ops.add_normed` does."""
+        total = parts[0].double() + parts[1].double()
+        if outer is not None:
+            total = total.to(x.dtype).double()
+            scale = (total.square().mean(-1, keepdim=True) + outer.eps).rsqrt()
+            total = total * scale * outer.weight.double()
+        return (x.double() + total).to(x.dtype)
 
     def part(self, product: Product) -> Tensor:
         """This rank's part of a sum, by a launch of its own."""
@@ -105,15 +119,13 @@ def everybodys(exchange: Exchange, mine: Tensor) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def every_product(
-    rank: int, world: int, exchange: Exchange, kind: str, tokens: int, shape, gated: bool
-) -> str:
+def every_product(rank: int, world: int, exchange: Exchange, kind: str, tokens: int, shape, form: str) -> str:
     for dtype in (torch.bfloat16, torch.float16):
         ops = operations()
         sums = make(rank, world, exchange, MOST_TOKENS, shape[0], dtype, ops=ops, limit_s=20.0)
-        seed = zlib.crc32(f"{kind} {tokens} {shape} {gated}".encode())
+        seed = zlib.crc32(f"{kind} {tokens} {shape} {form}".encode())
         place = make_place(ops, seed)
-        layer = Layer(place, rank, kind, tokens, shape, dtype, gated)
+        layer = Layer(place, rank, kind, tokens, shape, dtype, form)
         stream, mlp, qkv = layer.launch(sums)
         again = layer.launch(sums)
         same = all(torch.equal(*both) for both in zip((stream, mlp, qkv), again))
@@ -126,12 +138,12 @@ def every_product(
         for product, part, name in ((layer.dense, first, "dense"), (layer.down, second, "down")):
             assert_product(format, product.x.shape[1], part, wanted64(product, layer.matrices[name]))
             parts = everybodys(exchange, part)
-            rows.append((rows[-1].double() + parts[0].double() + parts[1].double()).to(dtype))
+            rows.append(layer.added(rows[-1], parts, layer.outer[name == "down"]))
         # the launch sums some products in another order than a launch with one product
         bound = 4 * torch.finfo(dtype).eps * sum(row.double().abs() + 1 for row in rows)
         off = (stream.double() - rows[2].double()).abs()
         assert (off <= bound).all() and (off > 0).double().mean() < 0.02, f"sums are off by {off.max()}"
-        gates = "two products" if gated else "linear"
+        gates = "linear" if form == "biases" else "two products"
         matrices = layer.matrices
         assert_product(format, shape[0], mlp, wanted64(layer.up, matrices["up"], rows[1]), gates)
         assert_product(format, shape[0], qkv, wanted64(layer.qkv, matrices["qkv"], stream))
@@ -140,12 +152,12 @@ def every_product(
     return ""
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "biases"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [*SHAPES, *WIDE_SHAPES], ids=str)
-def test_every_product_reads_the_sum_of_both_ranks(shape, gated: bool) -> None:
+def test_every_product_reads_the_sum_of_both_ranks(shape, form: str) -> None:
     wide = shape in WIDE_SHAPES
     cases = [
-        partial(every_product, kind=kind, tokens=tokens, shape=shape, gated=gated)
+        partial(every_product, kind=kind, tokens=tokens, shape=shape, form=form)
         for kind in (("16 bit", "w8a8-int8") if wide else KINDS)
         for tokens in ((1,) if wide else (1, 3))
     ]
@@ -159,7 +171,7 @@ def replayed(rank: int, world: int, exchange: Exchange) -> str:
     ops = operations()
     sums = make(rank, world, exchange, MOST_TOKENS, shape[0], dtype, ops=ops, limit_s=20.0)
     place = make_place(ops, 3)
-    layers = [Layer(place, rank, "16 bit", tokens, shape, dtype, tokens % 2 == 0) for tokens in (1, 2, 3)]
+    layers = [Layer(place, rank, "16 bit", tokens, shape, dtype, FORMS[tokens % 3]) for tokens in (1, 2, 3)]
     wanted = [layer.launch(sums) for layer in layers]
     x, total = torch.full((1, shape[0]), rank + 1.0, dtype=dtype, device="cuda"), layers[0].stream.clone()
     graph = torch.cuda.CUDAGraph()
@@ -190,7 +202,7 @@ def abandoned(rank: int, world: int, exchange: Exchange) -> str:
     ops, shape = operations(), SHAPES[0]
     sums = make(rank, world, exchange, MOST_TOKENS, shape[0], torch.bfloat16, ops=ops, limit_s=0.5)
     place = make_place(ops, 3)
-    layer = Layer(place, rank, "16 bit", 1, shape, torch.bfloat16, True)
+    layer = Layer(place, rank, "16 bit", 1, shape, torch.bfloat16, FORMS[0])
     found = ""
     if rank == 0:
         started = time.monotonic()
@@ -210,7 +222,7 @@ def declined(rank: int, world: int, exchange: Exchange) -> str:
     ops, shape = operations(), SHAPES[0]
     sums = make(rank, world, exchange, MOST_TOKENS, shape[0], torch.bfloat16, ops=ops)
     place = make_place(ops, 3)
-    layer = Layer(place, rank, "16 bit", 1, shape, torch.bfloat16, True)
+    layer = Layer(place, rank, "16 bit", 1, shape, torch.bfloat16, FORMS[0])
     dense, up, down, qkv = layer.products(sums)
     few = replace(up, linear=Linear(up.linear.dense[:1024].clone()), out=up.out[:, :512].contiguous())
     wrong = {

@@ -18,9 +18,9 @@ extern "C" {
 // its norms.
 //
 // over_ranks: out is this rank's part of a sum over two tensor ranks; it has no activation and no
-// residual, and is not stored to memory. A later GEMM, whose x it is, has a stream without
-// outer_weight: stream += the sum. Two GEMMs of a launch have it, before the two with a stream,
-// whose norms may then have a bias. Both ranks launch the same sequence of such launches.
+// residual, and is not stored to memory. A later GEMM, whose x it is, has a stream: without
+// outer_weight, stream += the sum, and its norm may have a bias. Two GEMMs of a launch have it,
+// before the two with a stream. Both ranks launch the same sequence of such launches.
 typedef struct {
   void* out;
   const void* x;

@@ -316,9 +316,9 @@ struct Rows {
       *stored_at(step, p) = vector;
   }
 
-  // x = stream + this rank's part, in words, + the other rank's. Both ranks add the same two parts,
-  // so they get the same bits. theirs: if a thread has one vector, the other's part of it, loaded
-  // perhaps before it arrived.
+  // x = stream + this rank's part, in words, + the other rank's; without the stream if the sum is
+  // normalised before it is added. Both ranks add the same two parts, so they get the same bits.
+  // theirs: if a thread has one vector, the other's part of it, loaded perhaps before it arrived.
   template <int HELD>
   __device__ __forceinline__ void add_theirs(uint4 (&words)[HELD], const Step& step,
                                              Eight theirs) const {
@@ -331,14 +331,15 @@ struct Rows {
       Patience patience{chain.state, chain.limit_ns, chain.lost};
       while (!theirs.is_of(launch) && !patience.is_over(chain.peer))
         theirs.load_theirs(their_words(step, p));
-      const uint4 part = theirs.numbers(), sum = load_shared4(kept_at(step, p));
+      const bool normed = step.given.outer_weight;
+      const uint4 part = theirs.numbers(), sum = normed ? uint4{} : load_shared4(kept_at(step, p));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 x = unpack<X>(get(vector, j)), y = unpack<X>(get(part, j)),
                      z = unpack<X>(get(sum, j));
         put(vector, j, pack<X>(z.x + (x.x + y.x), z.y + (x.y + y.y)));
       }
-      keep_in_stream(step, p, vector);
+      if (!normed) keep_in_stream(step, p, vector);
     });
   }
 

@@ -222,8 +222,8 @@ int find_stream(Chain& chain, int& columns) {
     Step& step = chain.steps[i];
     const auto &given = step.given, &earlier = chain.steps[at].given;
     if (!given.stream) continue;
-    const bool centred = given.norm_bias && !step.their_words;  // not implemented
-    if (!given.outer_weight == !step.their_words)
+    const bool centred = given.norm_bias && given.outer_weight;  // not implemented
+    if (!given.outer_weight && !step.their_words)
       return fail("product_chain_sm90a: the stream of product %d has no norm and no sum", i);
     if (++found == 1) {
       at = i, columns = given.inputs, step.keeps = true;
