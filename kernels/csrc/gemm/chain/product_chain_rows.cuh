@@ -4,6 +4,7 @@
 #include "api/operands.h"
 #include "common/row_norm.cuh"
 #include "gemm/chain/product_chain.cuh"
+#include "gemm/chain/product_chain_rounding.cuh"
 
 namespace tridecode {
 namespace {
@@ -88,70 +89,6 @@ struct Rows {
     }
   }
 
-  // The quantisation of a row. A row with NaN or infinity has the scale NaN and arbitrary values.
-  struct Scaling {
-    float scale, inverse;
-    // inverse scale of an exact division; 0 if it would leave float32's range
-    float by, correction;
-    __device__ __forceinline__ explicit Scaling(unsigned int largest) {
-      constexpr float kLimit = VALUES == kOperandFp8 ? 448.0f : 127.0f;
-      const float most = __uint_as_float(largest);
-      if constexpr (F::kTwo) {  // numbers below 2^-115 become 0
-        const float plain = fmaxf(most, 0x1p-100f);
-        scale = largest >= 0x7f800000u ? CUDART_NAN_F : plain * (1.0f / 127);
-        inverse = near_reciprocal(plain * 0x1p-7f) * (127.0f / 128);
-        return;
-      }
-      scale = largest == 0 ? 1.0f : largest >= 0x7f800000u ? CUDART_NAN_F : __fdiv_rn(most, kLimit);
-      inverse = __frcp_rn(scale);
-      const bool plain = scale > kLeastDivisor && scale < kMostDivisor;
-      by = plain ? scale : 0.0f, correction = plain ? inverse : 0.0f;
-    }
-    // Same result as tridecode::quotient.
-    __device__ __forceinline__ float quotient(float x) const {
-      float q = x * inverse;
-      q = fmaf(fmaf(-q, by, x), correction, q);
-      return fmaf(fmaf(-q, by, x), correction, q);
-    }
-  };
-
-  static __device__ __forceinline__ uint32_t four_bytes(const uint32_t* of) {  // the lowest ones
-    return __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040),
-                       0x5410);
-  }
-
-  // Quantise 8 numbers, or split them into high and low parts. The low parts are remainders of
-  // multiplications by the inverse, not of exact quotients.
-  static __device__ __forceinline__ void round_eight(const uint4& words, const Scaling& scaling,
-                                                     uint2& high, uint2& low) {
-    constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum's last byte is the nearest integer
-    uint32_t h[8], l[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 both = unpack<X>(get(words, i));
-      if constexpr (VALUES == kOperandFp8)
-        h[i] = Rounding<kOperandFp8>::pair(scaling.quotient(both.x), scaling.quotient(both.y));
-#pragma unroll
-      for (int j = 0; j < 2 && VALUES != kOperandFp8; ++j) {
-        const float x = j ? both.y : both.x;
-        if constexpr (F::kTwo) {
-          const float shifted = fmaf(x, scaling.inverse, kShift);
-          const float rest = fmaf(x, scaling.inverse, kShift - shifted);
-          h[2 * i + j] = __float_as_uint(shifted);
-          l[2 * i + j] = __float_as_uint(fmaf(rest, 254.0f, kShift));
-        } else {
-          h[2 * i + j] = __float_as_uint(scaling.quotient(x) + kShift);
-        }
-      }
-    }
-    if constexpr (VALUES == kOperandFp8) {
-      high = make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
-    } else {
-      high = make_uint2(four_bytes(h), four_bytes(h + 4));
-      if (F::kTwo) low = make_uint2(four_bytes(l), four_bytes(l + 4));
-    }
-  }
-
   // Calls body(vector, i) for the thread's vectors from `from` on, in all lanes of a warp that has
   // one. The array is rotated through words[0] so that `body` is instantiated once: unrolled
   // copies, each run once per GEMM, would miss the instruction cache.
@@ -178,10 +115,10 @@ struct Rows {
   }
 
   // Quantises the thread's vector `which`. All lanes must call it.
-  __device__ __forceinline__ void round_and_store(const Scaling& scaling, const uint4& words,
-                                                  int which, bool valid) const {
+  __device__ __forceinline__ void round_and_store(const Scaling<VALUES>& scaling,
+                                                  const uint4& words, int which, bool valid) const {
     uint2 high, low = {};
-    round_eight(words, scaling, high, low);
+    round_eight<X, VALUES>(words, scaling, high, low);
     const uint32_t at = place_of(which);
     store_eight(high, at, valid);
     if (F::kTwo) store_eight(low, at + 64, valid);
@@ -408,7 +345,7 @@ struct Rows {
     unsigned int largest = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) largest = largest_of(words[i], largest);
-    finish(largest, [&](const Scaling& scaling) {
+    finish(largest, [&](const Scaling<VALUES>& scaling) {
       each_held(words, first, pieces, [&](uint4& vector, int i) {
         round_and_store(scaling, vector, i, has() && first + i * apart < pieces);
       });
@@ -420,7 +357,7 @@ struct Rows {
   template <typename Store>
   __device__ __forceinline__ void finish(unsigned int largest, Store store) const {
     largest = max(largest & 0xffffu, largest >> 16);
-    const Scaling scaling(magnitude<X>(team_max(largest)));
+    const Scaling<VALUES> scaling(magnitude<X>(team_max(largest)));
     store(scaling);
     if (has() && first == 0)
       store_shared(places.x_scale(number, token), __float_as_uint(scaling.scale));
@@ -454,7 +391,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) largest = largest_of(words[i], largest);
     });
-    finish(largest, [&](const Scaling& scaling) {
+    finish(largest, [&](const Scaling<VALUES>& scaling) {
       each_round([&](uint4(&words)[kHeld], int round) {
         each_held(words, first + round * apart, pieces, [&](uint4& vector, int i) {
           const int which = round + i;
