@@ -56,7 +56,7 @@ def run_engine(job: Job, output: Path) -> None:
     with spinner("the engine alone") as say:
         result = ours.bench_engine(job, say)
     cache = "" if job.kv_cache_dtype == "auto" else f"-{job.kv_cache_dtype}-cache"
-    cache += ("", "-int8-head", "-int8-head-inputs")[2 if job.int8_head_inputs else job.int8_head]
+    cache += "-int8-head-inputs" if job.int8_head_inputs else "-int8-head" if job.int8_head else ""
     _conclude(f"engine{cache}", job, {ours.ENGINE.name: result}, output)
 
 

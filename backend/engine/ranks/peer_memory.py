@@ -95,10 +95,8 @@ def _alike(ranks: ProcessRanks, ops: Ops) -> bool:
 
     assert isinstance(ops, Cuda)
     device = ops.gpu.gemm_device
-    facts = f"{device.capability} {device.multiprocessors} {device.shared_bytes}".encode()[:_REASON].ljust(
-        _REASON, b"\0"
-    )
-    return len(set(ranks.exchange_bytes(facts))) == 1
+    facts = f"{device.capability} {device.multiprocessors} {device.shared_bytes}".encode()
+    return len(set(ranks.exchange_bytes(_padded(facts, _REASON)))) == 1
 
 
 def _may_wait_in_vain(shared: bool) -> str:
@@ -125,7 +123,7 @@ class _Told:
 def _tell(ranks: ProcessRanks, reason: str, handle: bytes = b"") -> _Told:
     """Send this rank's handle, and why it cannot use peer memory ("": it can), to all ranks."""
     texts = [(_host(), _HOST), (handle, _HANDLE), (reason.encode(), _REASON)]
-    mine = b"".join(text[:size].ljust(size, b"\0") for text, size in texts)
+    mine = b"".join(_padded(text, size) for text, size in texts)
     rows = ranks.exchange_bytes(mine)
     first = ranks.stage * ranks.tensor_size
     group = rows[first : first + ranks.tensor_size]
@@ -158,6 +156,11 @@ class PeerSampler:
         self._ops.sample_shared(
             logits, slots, state, self._ids, self._peers, tokens=tokens, log_probs=log_probs
         )
+
+
+def _padded(text: bytes, size: int) -> bytes:
+    """Return the first `size` bytes of a text, followed by zeros: ranks exchange messages of one length."""
+    return text[:size].ljust(size, b"\0")
 
 
 def _host() -> bytes:

@@ -80,10 +80,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of(PIECES))
   wait_for_predecessor();
   X* const row = static_cast<X*>(task.out) + token * task.out_stride + d;
   uint4 words[PIECES];
-#pragma unroll
-  for (int i = 0; i < PIECES; ++i)
-    words[i] = heads(i) < all_heads ? *reinterpret_cast<const uint4*>(row + heads(i) * D)
-                                    : make_uint4(0, 0, 0, 0);
+  heads.load(words, row, all_heads);
   // the lanes of a warp stay together: they exchange numbers
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) {

@@ -62,6 +62,18 @@ struct OwnHeads {
   __device__ __forceinline__ int operator()(int piece) const {
     return first_of_block(piece) + threadIdx.x / (D / 8);
   }
+
+  // Loads the thread's parts; zeros for heads that do not exist. row: of the token, at the thread's
+  // dims.
+  template <typename X>
+  __device__ __forceinline__ void load(uint4 (&words)[PIECES], const X* row, int all_heads) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      const int head = (*this)(i);
+      words[i] = head < all_heads ? *reinterpret_cast<const uint4*>(row + head * D)
+                                  : make_uint4(0, 0, 0, 0);
+    }
+  }
 };
 
 // Calls run(pieces, grid) with the pieces of a thread as a constant, for `heads` heads per token.

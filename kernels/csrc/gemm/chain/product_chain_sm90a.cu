@@ -22,13 +22,13 @@
 // the residual stream. It keeps the first sum in shared memory for the second, which one block
 // stores: by then all blocks have read the stream.
 //
-// With two tensor ranks, attention and MLP each give a part of a sum. A finisher stores its words
-// in the other rank's memory as well, and every block adds both ranks' words to the residual stream
-// when it reads them. Each of the two sums has one buffer. A rank that sends the first sum has
-// finished the launch before; so the other rank had sent its second sum, and had read the first. A
-// rank that sends the second sum has received the first sum of this launch; so the other rank has
-// finished the launch before. A wait for the other rank has a time limit; a debug build ends waits
-// for blocks of this launch earlier.
+// Attention and MLP of one of two tensor ranks each give a part of a sum. A finisher stores the
+// words of its part in the other rank's memory as well, and every block adds both ranks' words to
+// the residual stream when it reads them. Each of the two sums has one buffer. A rank that sends
+// the first sum has finished the launch before; so the other rank had sent its second sum, and had
+// read the first. A rank that sends the second sum has received the first sum of this launch; so
+// the other rank has finished the launch before. A wait for the other rank has a time limit; a
+// debug build ends waits for blocks of this launch earlier.
 //
 // In a layer whose attention and MLP read the same rows, the first GEMM of the MLP and the output
 // projection wait for no other GEMM of the launch.
