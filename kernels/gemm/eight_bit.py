@@ -16,9 +16,9 @@ from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
 from tridecode.kernels.gemm.kind import WeightKind, finish_heads
-from tridecode.kernels.gemm.plan import Gemm
+from tridecode.kernels.gemm.plan import LARGE_TOKENS, Gemm
 from tridecode.kernels.gemm.table import choose
-from tridecode.kernels.gemm.table_sm90 import ROUNDED_HEADS, ROUNDED_TOKENS, fuses_heads_sm90, library_rows
+from tridecode.kernels.gemm.table_sm90 import fuses_heads_sm90, library_rows, rounds_heads
 from tridecode.kernels.gpu import DTYPES, FUSED_GATES, Gpu, aligned, plan_fields, pointer
 from tridecode.kernels.operands import Heads, Linear, Norm
 from tridecode.kernels.scratch import row_scale_bytes
@@ -109,7 +109,10 @@ class EightBit(WeightKind):
             return False
         if not aligned(call.out) or call.out_float32 or self.library_rows(call.tokens, weight):
             return False
-        return not rounds or (heads.head_size in ROUNDED_HEADS and call.tokens <= ROUNDED_TOKENS)
+        if not rounds:
+            return True
+        plan = self.gpu.choose_gemm(self._gemm(weight, call))
+        return call.tokens <= LARGE_TOKENS and rounds_heads(plan, heads.head_size)
 
     def library_rows(self, tokens: int, weight: QuantizedWeight) -> int:
         """Return table_sm90.library_rows for a GEMM with this weight."""
@@ -126,20 +129,23 @@ class EightBit(WeightKind):
             return False
         return (call.out_float32 or aligned(call.out)) and (residual is None or aligned(residual))
 
-    def _multiply(self, call: Call, weight: QuantizedWeight) -> None:
-        """Compute a call for which _fuses is true."""
-        gpu, (outputs, inputs) = self.gpu, weight.shape
-        rope = None if call.heads is None else call.heads.rope
-        gemm = Gemm(
+    def _gemm(self, weight: QuantizedWeight, call: Call) -> Gemm:
+        (outputs, inputs), heads = weight.shape, call.heads
+        rope = None if heads is None else heads.rope
+        return Gemm(
             call.tokens,
             inputs,
             outputs,
             call.epilogue,
             operand=self.operand,
-            head_size=0 if call.heads is None else call.heads.head_size,
+            head_size=0 if heads is None else heads.head_size,
             rotary_size=0 if rope is None else rope.size,
             interleaved=rope is not None and rope.interleaved,
         )
+
+    def _multiply(self, call: Call, weight: QuantizedWeight) -> None:
+        """Compute a call for which _fuses is true."""
+        gpu, (outputs, inputs), gemm = self.gpu, weight.shape, self._gemm(weight, call)
         plan = gpu.choose_gemm(gemm)
         values, scales = quantize_rows(gpu, call.x, call.norm, self.operand)
         if plan.kernel == "gemm_library":

@@ -41,10 +41,10 @@ EVEN_SPLIT_TWO_PARTS = {128: (128, 4), 192: (96, 2), 256: (128, 2)}
 #: name prefixes of kernels whose epilogue quantises keys and values for an 8-bit cache, and their head sizes
 ROUNDING_KERNELS = ("gemm_sm90_split_k", "gemm_sm90_stream_k", "gemm_packed_sm90")
 ROUNDED_HEADS = (64, 128)
-#: and the maximum tokens of their tiles. LLaMA-3-8B, W8A8, us per step with a separate launch for
-#: quantisation / in the epilogue, 1, 8 and 64 tokens: 2560 / 2538, 2813 / 2726, 3797 / 3546; in tiles of 128
-#: tokens the epilogue took 15 to 20 us longer a layer
-ROUNDED_TOKENS = 64
+#: and the maximum tokens that a block finishes. us per layer on an H200 that rotation and cache write add in
+#: the epilogue / in a separate launch: LLaMA in W8A8, 8, 32 and 64 tokens (two blocks finish 32 each): 1.0 /
+#: 2.5, 0.1 / 1.3 and 1.2 / 1.6; one block finishes 64: BLOOM in W8A8 4.3 / 2.4, LLaMA in int4 5.4 / 3.8
+ROUNDED_TOKENS = 32
 #: gemm_mma and gemv, which fuse a norm, compute up to this many tokens; more have a norm kernel and the
 #: kernels below. us of a step's CUDA graph on an H200, 2 tokens, gemm_mma / data-parallel: SmolLM2-135M, two
 #: rows 648 / 529, one row that verifies a draft 711 / 579; LLaMA-3.2-1B 919 / 912 and 1000 / 924
@@ -128,7 +128,9 @@ def chain_tokens(operand: str, outputs: int) -> int:
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
     """Return whether the kernel of a "qkv" GEMM writes keys and values to an 8-bit cache."""
-    fits = head_size in ROUNDED_HEADS and plan.tile_tokens <= ROUNDED_TOKENS
+    shared = plan.split > 1 and plan.tile_tokens > SPLIT_K_TOKENS[0]  # two blocks of split-K finish half each
+    finished = plan.tile_tokens // 2 if shared else plan.tile_tokens
+    fits = head_size in ROUNDED_HEADS and finished <= ROUNDED_TOKENS
     return plan.fuses_heads and plan.kernel.startswith(ROUNDING_KERNELS) and fits
 
 

@@ -63,7 +63,9 @@ def force(place: Place, split: int) -> None:
             return stream_k_plan(gemm, device)._replace(kernel="gemm_sm90_stream_k_two_parts")
         tile_tokens = next(size for size in SPLIT_K_TOKENS if size >= gemm.tokens)
         stages = -(-gemm.inputs // 128)
-        return Plan("gemm_sm90_split_k_two_parts", "forced", 128, tile_tokens, min(split, stages))
+        return Plan(
+            "gemm_sm90_split_k_two_parts", "forced", 128, tile_tokens, min(split, stages), fuses_heads=True
+        )
 
     place.ops.gpu.choose_gemm = plan
 
