@@ -55,6 +55,7 @@ SPILLS = {
     "gemm_sm90_stream_k.cu": 16,
     "product_chain_sm90a.cu": 168,
     "sampling.cu": 8,
+    "spread_adapters.cu": 48,
     "verify.cu": 32,
 }
 

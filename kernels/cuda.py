@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tridecode.kernels.adapters.launch import add_adapters
+from tridecode.kernels.adapters.launch import Sum, add_adapters
+from tridecode.kernels.adapters.operation import NextSums
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
@@ -145,9 +146,12 @@ class Cuda:
         residual: Tensor | None = None,
         norm: Norm | None = None,
         normed: Tensor | None = None,
+        sums: Tensor | None = None,
+        next_sums: NextSums | None = None,
         out: Tensor,
     ) -> None:
-        add_adapters(self.gpu, x, table, adapters, product, activation, residual, norm, normed, out)
+        made = Sum(x, table, product, activation, residual, norm, normed, sums, next_sums, out)
+        add_adapters(self.gpu, adapters, made)
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         self.gemms.finish_qkv(qkv, heads, batch, cache)

@@ -129,10 +129,12 @@ class AdapterTable:
 
     pairs: slot -> (a (R, in), b (R, out)), X, contiguous. entries: (S, 4) int64 at a fixed address for the
     CUDA kernel: a tridecode_adapter_pair per slot (csrc/api/adapters.h); a strided view of a larger tensor.
+    ranks: an upper bound of R; 0: unknown.
     """
 
     entries: Tensor
     pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    ranks: int = 0
 
 
 @dataclass(frozen=True)

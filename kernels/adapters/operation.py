@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,34 @@ from tridecode.kernels.operands import AdapterSlots, AdapterTable, Norm
 ADAPTER_VECTOR = 8
 #: maximum columns of a result with a norm, and of a result without one
 MOST_NORMED_COLUMNS, MOST_ADAPTED_COLUMNS = 8192, 65536
+#: maximum ranks whose sums an operation may pass to the next one
+MOST_SUMMED_RANKS = 256
+
+
+@dataclass(frozen=True)
+class NextSums:
+    """The products of a result with the adapters of the GEMM that reads it next.
+
+    table: of that GEMM. sums: (T, P, R) float32; the sum over P is result @ a.T of each row's adapter, in the
+    first columns; the others, and rows without an adapter, are undefined. P: `parts` of the result.
+    """
+
+    table: AdapterTable
+    sums: Tensor
+
+
+def share(columns: int, *, normed: bool, gated: bool) -> int:
+    """Return how many vectors of ADAPTER_VECTOR columns are one part of a result: a power of two."""
+    if normed:
+        return 64 if columns <= MOST_NORMED_COLUMNS // 2 else 128
+    return 256 if gated else 128
+
+
+def parts(columns: int, *, normed: bool, gated: bool) -> int:
+    """Return the parts of a result of so many columns; with a norm a power of two."""
+    vectors = columns // ADAPTER_VECTOR
+    found = -(-vectors // share(columns, normed=normed, gated=gated))
+    return 1 << (found - 1).bit_length() if normed else found
 
 
 class AdapterOps(Protocol):
@@ -33,6 +62,8 @@ class AdapterOps(Protocol):
         residual: Tensor | None = None,
         norm: Norm | None = None,
         normed: Tensor | None = None,
+        sums: Tensor | None = None,
+        next_sums: NextSums | None = None,
         out: Tensor,
     ) -> None:
         """out[t] = activation(product[t] + x[t] @ a.T @ b) + residual[t], then normed = norm(out).
@@ -42,7 +73,8 @@ class AdapterOps(Protocol):
         complete before the operation that computes product. product: (T, O) X, the result of `linear` without
         an activation. out, residual: (T, O) X, or (T, O / 2) with a gated activation; out may alias product
         or residual. norm and normed (T, O) X are given together, without an activation, for up to
-        MOST_NORMED_COLUMNS columns. in, O and O / 2 are multiples of ADAPTER_VECTOR. Source: Hu et al. 2021.
+        MOST_NORMED_COLUMNS columns. sums: those of x, from the call whose result is x. next_sums: filled with
+        those of normed or, without a norm, of out; only with a norm or with sums. in, O and O / 2 are multiples of ADAPTER_VECTOR. Source: Hu et al. 2021.
         Agrees with peft's layers.
         """
         ...

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tridecode.kernels.adapters.operation import NextSums
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.kv_rounding import expanded, rounded
@@ -148,17 +149,26 @@ class Reference:
         residual: Tensor | None = None,
         norm: Norm | None = None,
         normed: Tensor | None = None,
+        sums: Tensor | None = None,
+        next_sums: NextSums | None = None,
         out: Tensor,
     ) -> None:
         total = product.float()
         for slot, (a, b) in table.pairs.items():
             rows = (adapters.slots == slot).nonzero().squeeze(1)
             if len(rows):
-                total = total.index_add(0, rows, x[rows].float() @ a.float().t() @ b.float())
+                of_x = x[rows].float() @ a.float().t() if sums is None else sums[rows].sum(1)[:, : len(a)]
+                total = total.index_add(0, rows, of_x @ b.float())
         total = activated(total.clone(), activation)
         out.copy_(total if residual is None else total + residual.float())
         if norm is not None and normed is not None:
             self.norm(out, norm, out=normed)
+        if next_sums is not None:
+            result = out if normed is None else normed
+            next_sums.sums.zero_()
+            for slot, (a, _) in next_sums.table.pairs.items():
+                rows = (adapters.slots == slot).nonzero().squeeze(1)
+                next_sums.sums[rows, 0, : len(a)] = result[rows].float() @ a.float().t()
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))

@@ -12,6 +12,7 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import norm64
 from tridecode.kernels.adapters.matrices import entry_of, spans_of
+from tridecode.kernels.adapters.operation import NextSums, parts
 from tridecode.kernels.checks import DtypeError, ShapeError
 from tridecode.kernels.operands import AdapterSlots, AdapterTable, Linear, Norm
 
@@ -143,6 +144,102 @@ def test_a_norm_follows(place: Place, columns, kind, dtype) -> None:
     assert_close("norm", normed, norm64(out, norm))
 
 
+# ---------------------------------------------------------------- sums that an earlier operation computes
+
+
+SUM_RANKS = 200  # more than any adapter has
+
+
+def sums_of(x: Tensor, table: AdapterTable, slots: list[int], count: int) -> Tensor:
+    """Return x @ a.T of each row as `count` parts; what the operation may not read is not a number."""
+    found = torch.full((len(x), count, SUM_RANKS), float("nan"))
+    for row, slot in enumerate(slots):
+        if slot in table.pairs:
+            a = table.pairs[slot][0].double().cpu()
+            weights = torch.arange(1, count + 1, dtype=torch.float64)
+            whole = x[row].double().cpu() @ a.t()
+            found[row, :, : len(a)] = (whole * (weights / weights.sum())[:, None]).float()
+    return found.to(x.device)
+
+
+def room(place: Place, table: AdapterTable, rows: int, columns: int, *, normed: bool, gated: bool) -> NextSums:
+    sizes = rows, parts(columns, normed=normed, gated=gated), SUM_RANKS
+    return NextSums(table, torch.full(sizes, float("nan"), device=place.device))
+
+
+def check_next(place: Place, x: Tensor, following: NextSums, slots: list[int]) -> None:
+    """Compare the next GEMM's result with float64. x: its input, of which `following` has the sums."""
+    outputs = next(iter(following.table.pairs.values()))[1].shape[1]
+    product = place.normal(len(x), outputs, dtype=x.dtype)
+    out = product.clone()
+    place.settle()
+    batch = make_slots(place, slots)
+    place.ops.add_adapters(x, following.table, batch, product=out, sums=following.sums, out=out)
+    assert_close("linear", out, sum64(x, following.table, slots, product))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(("columns", "given"), [(40, 0), (1000, 9), (4096, 0), (4096, 14), (8192, 1)])
+def test_a_norm_computes_the_sums_of_the_next_gemm(place: Place, columns, given, kind, dtype) -> None:
+    """given: parts of the sums of x; 0: the operation computes them."""
+    rows, inputs = 19, 520
+    table = make_table(place, {0: 16, 2: 130, 3: 40}, inputs, columns, dtype, blocks=2)
+    following = room(
+        place, make_table(place, {0: 48, 1: 5, 3: 200}, columns, 264, dtype), rows, columns,
+        normed=True, gated=False,
+    )  # fmt: skip
+    slots = random_slots(place, rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, columns, dtype=dtype)
+    bias = None if kind == "rms" else place.normal(columns, dtype=dtype)
+    norm = Norm(place.normal(columns, dtype=dtype) + 1, bias, 1e-5)
+    out, normed = product.clone(), place.poison(rows, columns, dtype=dtype)
+    place.settle()
+    place.ops.add_adapters(
+        x, table, make_slots(place, slots), product=out, norm=norm, normed=normed,
+        sums=sums_of(x, table, slots, given) if given else None, next_sums=following, out=out,
+    )  # fmt: skip
+    assert_close("linear", out, sum64(x, table, slots, product))
+    assert_close("norm", normed, norm64(out, norm))
+    check_next(place, normed, following, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", *GATES])
+@pytest.mark.parametrize(("columns", "given"), [(72, 1), (2056, 8), (14336, 8)])
+def test_an_activation_computes_the_sums_of_the_next_gemm(
+    place: Place, columns, given, activation, residual, dtype
+) -> None:
+    if place.device.type == "cpu" and columns > 72:
+        columns = 128
+    rows, inputs, gated = 13, 136, activation in GATES
+    outputs = 2 * columns if gated else columns
+    table = make_table(place, {0: 32, 1: 3, 2: 144}, inputs, outputs, dtype, blocks=2)
+    following = room(
+        place, make_table(place, {0: 16, 2: 64, 3: 7}, columns, 264, dtype), rows, columns,
+        normed=False, gated=gated,
+    )  # fmt: skip
+    slots = random_slots(place, rows)
+    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    added = place.normal(rows, columns, dtype=dtype) if residual else None
+    out = place.poison(rows, columns, dtype=dtype)
+    place.settle()
+    place.ops.add_adapters(
+        x, table, make_slots(place, slots), product=product, activation=activation, residual=added,
+        sums=sums_of(x, table, slots, given), next_sums=following, out=out,
+    )  # fmt: skip
+    wanted = sum64(x, table, slots, product)
+    if gated:
+        wanted = GATES[activation](wanted[:, :columns]) * wanted[:, columns:]
+    else:
+        wanted = ACTIVATIONS[activation](wanted)
+    if added is not None:
+        wanted = wanted + added.double().cpu()
+    assert_close("linear", out, wanted)
+    check_next(place, out, following, slots)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_modules_have_ranks_of_their_own(place: Place, dtype) -> None:
     """b is 0 outside one block per module (query, key and value)."""
@@ -224,6 +321,65 @@ def test_a_captured_graph_serves_other_slots_and_other_adapters(cuda_place: Plac
         graph.replay()
         place.settle()
         assert_close("linear", out, sum64(x, table, slots, product))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64])
+def test_sums_pass_through_the_gemms_of_a_layer(cuda_place: Place, rows: int) -> None:
+    """Sums are read before the wait for the GEMM; repeated with new inputs."""
+    place, dtype, width, inner, rounds = cuda_place, torch.bfloat16, 1024, 3584, 20
+    ops = place.ops
+    shapes = {"o": (width, width), "up": (width, 2 * inner), "down": (inner, width), "qkv": (width, 1536)}
+    tables, linears = {}, {}
+    for name, (inputs, outputs) in shapes.items():
+        tables[name] = make_table(place, {0: 16, 1: 48, 2: 64}, inputs, outputs, dtype)
+        linears[name] = ops.pack(Linear(place.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)))
+    norm = Norm(place.normal(width, dtype=dtype) + 1, None, 1e-5)
+    slots = random_slots(place, rows)
+    batch, given = make_slots(place, slots), place.normal(rounds, rows, width, dtype=dtype)
+
+    def layer(x: Tensor, settle) -> dict[str, Tensor]:
+        """The results of each GEMM of a layer with its adapters."""
+        made = {name: place.poison(rows, outputs, dtype=dtype) for name, (_, outputs) in shapes.items()}
+        normed = [place.poison(rows, width, dtype=dtype) for _ in range(2)]
+        made["mlp"] = place.poison(rows, inner, dtype=dtype)
+        to_up = room(place, tables["up"], rows, width, normed=True, gated=False)
+        to_down = room(place, tables["down"], rows, inner, normed=False, gated=True)
+        to_qkv = room(place, tables["qkv"], rows, width, normed=True, gated=False)
+        steps = [
+            lambda: ops.linear(x, linears["o"], out=made["o"]),
+            lambda: ops.add_adapters(
+                x, tables["o"], batch, product=made["o"], norm=norm, normed=normed[0], next_sums=to_up,
+                out=made["o"],
+            ),
+            lambda: ops.linear(normed[0], linears["up"], out=made["up"]),
+            lambda: ops.add_adapters(
+                normed[0], tables["up"], batch, product=made["up"], activation="swiglu", sums=to_up.sums,
+                next_sums=to_down, out=made["mlp"],
+            ),
+            lambda: ops.linear(made["mlp"], linears["down"], residual=made["o"], out=made["down"]),
+            lambda: ops.add_adapters(
+                made["mlp"], tables["down"], batch, product=made["down"], norm=norm, normed=normed[1],
+                sums=to_down.sums, next_sums=to_qkv, out=made["down"],
+            ),
+            lambda: ops.linear(normed[1], linears["qkv"], out=made["qkv"]),
+            lambda: ops.add_adapters(
+                normed[1], tables["qkv"], batch, product=made["qkv"], sums=to_qkv.sums, out=made["qkv"]
+            ),
+        ]  # fmt: skip
+        place.settle()
+        for step in steps:
+            step()
+            settle()
+        return made
+
+    for x in given:
+        found = layer(x, lambda: None)
+        place.settle()
+        wanted = layer(x, place.settle)
+        place.settle()
+        for name in found:
+            assert_close("two products", found[name], wanted[name].double().cpu())
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@
 
 Models call operations and do not know about adapters. A GEMM with deltas runs without its activation, rotary
 embedding and cache write; add_adapters follows it. If the result is a residual sum that a norm reads next,
-add_adapters is deferred and also computes this norm, so that it replaces the norm's launch. Tables are read
-on the device, so that a captured graph serves any adapters.
+add_adapters is deferred and also computes this norm, so that it replaces the norm's launch. If a GEMM with
+adapters reads the result, add_adapters also multiplies it by their `a`, because it would have to be multiplied
+after that GEMM otherwise. Tables are read on the device, so that a captured graph serves any adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.adapters.place import Table
-from tridecode.kernels.adapters.operation import MOST_NORMED_COLUMNS
+from tridecode.kernels.adapters.operation import MOST_NORMED_COLUMNS, MOST_SUMMED_RANKS, NextSums, parts
 from tridecode.kernels.operands import (
     AdapterSlots,
     AdapterTable,
@@ -28,9 +29,13 @@ from tridecode.kernels.operands import (
     Product,
 )
 from tridecode.kernels.ops import Ops
+from tridecode.kernels.reference.products import GATED
 
 #: tokens whose intermediate results are in memory at once
 _CHUNK = 1024
+#: most rows of a step in which an operation multiplies its result by the next adapters: rows of decode steps,
+#: for which csrc/rows/spread_adapters.cu is made
+_SPREAD_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -43,19 +48,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A GEMM x -> out whose adapters have not been added to out yet."""
+    """A GEMM x -> product whose adapters have not been added yet. out: where they are added. sums: of x."""
 
     x: Tensor
     table: AdapterTable
+    product: Tensor
     out: Tensor
+    sums: Tensor | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
 
 
 class AdaptedRows:
     """kernels.ops.Ops for one step with adapters.
 
     tables: id of a weight -> its table. adapters: the slots of the step's rows. segments: prompts; their rows
-    have no slot. defers: whether add_adapters may be deferred to the next norm, because only operations of
-    this object read residual sums. last: the weight of the forward's last GEMM, whose sum is read elsewhere.
+    have no slot. defers: whether add_adapters may be deferred to the next operation, because only operations
+    of this object read residual sums and activations. last: the weight of the forward's last GEMM, whose sum is read elsewhere.
     """
 
     def __init__(
@@ -91,21 +100,26 @@ class AdaptedRows:
         return False
 
     def flush(self) -> None:
-        """Add the adapters of a GEMM that was deferred to a norm."""
+        """Add the adapters of a GEMM that was deferred."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._add(waiting)
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is None or not _same(waiting.out, x) or _same(x, out):
-            if waiting is not None:
-                self._add(waiting)
+        self._norm(x, norm, None, out)
+
+    def _norm(self, x: Tensor, norm: Norm, table: AdapterTable | None, out: Tensor) -> Tensor | None:
+        """Compute the norm and, if that takes no launch of its own, return the sums of `out` for a GEMM with
+        this table."""
+        waiting = self._waiting
+        if waiting is None or waiting.activation or not _same(waiting.out, x) or _same(x, out):
+            self.flush()
             self._ops.norm(x, norm, out=out)
-            return
-        self._ops.add_adapters(
-            waiting.x, waiting.table, self._adapters, product=x, norm=norm, normed=out, out=x
-        )
+            return None
+        self._waiting = None
+        following = None if table is None else _room(table, out, normed=True, gated=False)
+        self._add(waiting, norm, out, following)
+        return None if following is None else following.sums
 
     def linear(
         self,
@@ -122,13 +136,13 @@ class AdaptedRows:
             self.flush()
             self._ops.linear(x, linear, norm=norm, activation=activation, residual=residual, out=out)
             return
-        x = self._normed(x, norm)
+        x, sums = self._input(x, norm, table)
         if activation is not None:
-            self._activated(x, linear, table, activation, residual, out)
+            self._activated(x, sums, linear, table, activation, residual, out)
             return
         self._ops.linear(x, linear, residual=residual, out=out)
         self._add_segments(x, linear, out, 0)
-        made = _Sum(x, table, out)
+        made = _Sum(x, table, out, out, sums)
         defers = self._defers and residual is not None and linear.weight is not self._last
         if defers and out.shape[1] <= MOST_NORMED_COLUMNS:
             self._waiting = made
@@ -151,10 +165,10 @@ class AdaptedRows:
             self.flush()
             self._ops.project_qkv(x, linear, norm, heads, batch, cache, out=out)
             return
-        x = self._normed(x, norm)
+        x, sums = self._input(x, norm, table)
         self._ops.linear(x, linear, out=out)
         self._add_segments(x, linear, out, 0)
-        self._add(_Sum(x, table, out))
+        self._add(_Sum(x, table, out, out, sums))
         if batch.decode_tokens == batch.num_tokens:
             self._unfinished = linear  # decode attention finishes the rows
         else:
@@ -174,17 +188,24 @@ class AdaptedRows:
         unfinished, self._unfinished = self._unfinished or unfinished, None
         self._ops.decode_attention(qkv, heads, batch, cache, out=out, unfinished=unfinished)
 
-    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        if norm is None:
+    def _input(self, x: Tensor, norm: Norm | None, table: AdapterTable) -> tuple[Tensor, Tensor | None]:
+        """Return the input of a GEMM with this table, and its sums if an earlier operation computes them."""
+        if norm is not None:
+            out = torch.empty_like(x)
+            return out, self._norm(x, norm, table, out)
+        waiting = self._waiting
+        if waiting is None or waiting.sums is None or not _same(waiting.out, x):
             self.flush()
-            return x
-        out = torch.empty_like(x)
-        self.norm(x, norm, out=out)
-        return out
+            return x, None
+        self._waiting = None
+        following = _room(table, x, normed=False, gated=waiting.activation in GATED)
+        self._add(waiting, following=following)
+        return x, None if following is None else following.sums
 
     def _activated(
         self,
         x: Tensor,
+        sums: Tensor | None,
         linear: Linear,
         table: AdapterTable,
         activation: str,
@@ -193,23 +214,40 @@ class AdaptedRows:
     ) -> None:
         for first in range(0, x.shape[0], _CHUNK):
             tokens = slice(first, first + _CHUNK)
-            adapters = self._adapters if x.shape[0] <= _CHUNK else self._adapters.of(tokens)
             rows = x[tokens]
             product = torch.empty(rows.shape[0], linear.weight.shape[0], dtype=x.dtype, device=x.device)
             self._ops.linear(rows, linear, out=product)
             self._add_segments(rows, linear, product, first)
-            self._ops.add_adapters(
-                rows,
-                table,
-                adapters,
-                product=product,
-                activation=activation,
-                residual=None if residual is None else residual[tokens],
-                out=out[tokens],
-            )
+            added = None if residual is None else residual[tokens]
+            made = _Sum(rows, table, product, out[tokens], sums, activation, added)
+            if x.shape[0] > _CHUNK:
+                self._add(made, adapters=self._adapters.of(tokens))
+            elif self._defers:
+                self._waiting = made
+            else:
+                self._add(made)
 
-    def _add(self, made: _Sum) -> None:
-        self._ops.add_adapters(made.x, made.table, self._adapters, product=made.out, out=made.out)
+    def _add(
+        self,
+        made: _Sum,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+        following: NextSums | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self._ops.add_adapters(
+            made.x,
+            made.table,
+            adapters or self._adapters,
+            product=made.product,
+            activation=made.activation,
+            residual=made.residual,
+            norm=norm,
+            normed=normed,
+            sums=made.sums,
+            next_sums=following,
+            out=made.out,
+        )
 
     def _add_segments(self, x: Tensor, linear: Linear, out: Tensor, first: int) -> None:
         """Compute out += x @ a @ b for the segments. x, out: rows of the step from `first` on."""
@@ -219,6 +257,15 @@ class AdaptedRows:
             end = min(segment.tokens.stop - first, x.shape[0])
             if pair is not None and begin < end:
                 out[begin:end].addmm_(x[begin:end] @ pair[0], pair[1])
+
+
+def _room(table: AdapterTable, x: Tensor, *, normed: bool, gated: bool) -> NextSums | None:
+    """Return room for the sums of x, or None if they are computed with the GEMM that reads x."""
+    rows, columns = x.shape
+    if not 0 < table.ranks <= MOST_SUMMED_RANKS or rows > _SPREAD_ROWS:
+        return None
+    sizes = rows, parts(columns, normed=normed, gated=gated), table.ranks
+    return NextSums(table, torch.empty(sizes, dtype=torch.float32, device=x.device))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

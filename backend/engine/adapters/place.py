@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,12 @@ from tridecode.kernels.operands import Linear
 
 #: id of a Linear's weight -> (a (in, R), b (R, out)) of this rank; the transpose of a is contiguous
 Table = dict[int, tuple[Tensor, Tensor]]
+
+
+def modules_of(specs: Mapping[str, WeightSpec], names: Iterable[str]) -> int:
+    """Return the most modules, each with a rank of its own, that an adapter may have for the matrices `names`
+    of one GEMM. A fused matrix counts as many as it has sections."""
+    return sum(max(len(specs[f"{name}.weight"].sections), 1) for name in names)
 
 
 @dataclass(frozen=True)

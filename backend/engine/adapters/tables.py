@@ -56,13 +56,17 @@ class AdapterTables:
         max_tokens: int,
         ring: int,
         device: torch.device,
+        ranks: int = 0,
     ):
         """max_rows: most decode rows of a captured step. max_tokens: most tokens of any step. ring: number of
-        host buffers, more than the plans in flight."""
+        host buffers, more than the plans in flight. ranks: most ranks that the adapters of a GEMM have; 0:
+        any."""
         weights = [id(linear.weight) for linear in linears]
         slots = _SLOTS_OF_ONE * max_loras
         self._entries = torch.zeros(slots, len(weights), 4, dtype=torch.int64, device=device)
-        self.tables = {weight: AdapterTable(self._entries[:, i]) for i, weight in enumerate(weights)}
+        self.tables = {
+            weight: AdapterTable(self._entries[:, i], ranks=ranks) for i, weight in enumerate(weights)
+        }
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((slot, None) for slot in range(slots))
         self._slots: dict[int, int] = {}
         self._max_rows, words = max_rows, 2 * max(max_tokens, max_rows)
@@ -121,6 +125,7 @@ class AdapterTables:
                 held.pairs.pop(slot, None)
                 continue
             a, b = pair[0].t(), pair[1]
+            assert not held.ranks or len(a) <= held.ranks
             held.pairs[slot] = a, b
             entries[row] = entry_of(a, b, spans[weight])
         write(entries, self._entries[slot])

@@ -11,6 +11,7 @@ from torch import Tensor
 from tridecode.backend import models
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.adapters.place import modules_of
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.adapters.tables import AdapterTables, fits
 from tridecode.backend.engine.device.drafters.draft_weights import DraftModel, draft_tokens
@@ -101,7 +102,10 @@ class DeviceState:
         assert config.max_step_tokens is not None
         sizes = config.max_loras, config.slots, config.max_step_tokens
         ring = max(4, self.ranks.num_stages + 2)
-        return AdapterTables(linears, *sizes, ring, self.device) if fits(linears) else None
+        if not fits(linears):
+            return None
+        ranks = config.max_lora_rank * max(modules_of(weights.specs, names) for names in weights.linears)
+        return AdapterTables(linears, *sizes, ring, self.device, ranks)
 
     @property
     def _samples_alone(self) -> bool:

@@ -21,6 +21,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.base.host_memory import available_memory
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.model_config import ModelConfig
+from tridecode.backend.engine.adapters.place import modules_of
 from tridecode.backend.engine.device.drafters.draft_loading import draft_config
 from tridecode.backend.engine.device.drafters.trained_loading import shapes_of_trained
 from tridecode.backend.engine.device.engine import Engine
@@ -258,8 +259,7 @@ def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int
         return 0
     one = 0
     for names, linear in weights.linears.items():
-        modules = sum(max(len(weights.specs[f"{name}.weight"].sections), 1) for name in names)
-        one += modules * config.max_lora_rank * sum(linear.weight.shape)
+        one += modules_of(weights.specs, names) * config.max_lora_rank * sum(linear.weight.shape)
     return config.max_loras * one * itemsize
 
 

@@ -37,8 +37,19 @@ typedef struct {
   int activation;  // as tridecode_gemm_task's, or a tridecode_rows_activation
   int blocks;      // per row: 1, 2, 4 or 8; 1 with a norm
   int dtype;
+  // Only of spread_adapters:
+  const float* sums;  // (tokens, sum_parts, sum_ranks), next_sums of an earlier launch whose result
+                      // is x; null: computed here, only with a norm
+  const tridecode_adapter_pair* next_pairs;  // of the GEMM that reads normed or, without a norm,
+                                             // out; or null
+  float* next_sums;  // (tokens, blocks, next_ranks): the parts of its products with a
+  int64_t next_pair_stride;
+  int sum_parts, sum_ranks, next_ranks;
+  int share;  // vectors of 8 columns per block: 32, 64, 128 or 256
 } tridecode_adapters_task;
 int tridecode_add_adapters(const tridecode_adapters_task* task, void* stream);
+// The same for capability 9.0, with products that an earlier launch computed.
+int tridecode_spread_adapters(const tridecode_adapters_task* task, void* stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -19,12 +19,13 @@ namespace {
 // Kernels that release their successor before their own wait, by the name of their launch. While
 // the successor runs ahead of its wait, the kernel before one of these may still be running, so the
 // successor may read only constants.
-const char* const kReleasesFirst[] = {"norm", "add_normed", "quantize_rows", "all_reduce",
-                                      "early all_reduce"};
+const char* const kReleasesFirst[] = {"norm",       "add_normed",       "quantize_rows",
+                                      "all_reduce", "early all_reduce", "spread_adapters_norm"};
 // Kernels that read results of earlier kernels before their own wait: those of all but their direct
 // predecessor.
-const char* const kReadsAhead[] = {"decode_attention", "prefill_attention", "add_adapters",
-                                   "early all_reduce", "rotate_and_cache"};
+const char* const kReadsAhead[] = {"decode_attention", "prefill_attention",    "add_adapters",
+                                   "spread_adapters",  "spread_adapters_norm", "early all_reduce",
+                                   "rotate_and_cache"};
 
 template <size_t COUNT>
 bool has(const char* const (&names)[COUNT], const char* name) {
