@@ -74,7 +74,7 @@ class AdapterOps(Protocol):
         an activation. out, residual: (T, O) X, or (T, O / 2) with a gated activation; out may alias product
         or residual. norm and normed (T, O) X are given together, without an activation, for up to
         MOST_NORMED_COLUMNS columns. sums: those of x, from the call whose result is x. next_sums: filled with
-        those of normed or, without a norm, of out; only with a norm or with sums. in, O and O / 2 are multiples of ADAPTER_VECTOR. Source: Hu et al. 2021.
-        Agrees with peft's layers.
+        those of normed or, without a norm, of out; only with a norm or with sums. in, O and O / 2 are
+        multiples of ADAPTER_VECTOR. Source: Hu et al. 2021. Agrees with peft's layers.
         """
         ...

@@ -24,6 +24,7 @@ from tridecode.kernels.operands import (
     Product,
 )
 from tridecode.kernels.reference import attention, sampling, top_rows
+from tridecode.kernels.reference.adapters import store_sums, with_deltas
 from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.products import (
     GATED,
@@ -153,22 +154,12 @@ class Reference:
         next_sums: NextSums | None = None,
         out: Tensor,
     ) -> None:
-        total = product.float()
-        for slot, (a, b) in table.pairs.items():
-            rows = (adapters.slots == slot).nonzero().squeeze(1)
-            if len(rows):
-                of_x = x[rows].float() @ a.float().t() if sums is None else sums[rows].sum(1)[:, : len(a)]
-                total = total.index_add(0, rows, of_x @ b.float())
-        total = activated(total.clone(), activation)
+        total = activated(with_deltas(product, x, table, adapters, sums), activation)
         out.copy_(total if residual is None else total + residual.float())
         if norm is not None and normed is not None:
             self.norm(out, norm, out=normed)
         if next_sums is not None:
-            result = out if normed is None else normed
-            next_sums.sums.zero_()
-            for slot, (a, _) in next_sums.table.pairs.items():
-                rows = (adapters.slots == slot).nonzero().squeeze(1)
-                next_sums.sums[rows, 0, : len(a)] = result[rows].float() @ a.float().t()
+            store_sums(out if normed is None else normed, adapters, next_sums)
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))

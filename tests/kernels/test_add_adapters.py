@@ -162,7 +162,9 @@ def sums_of(x: Tensor, table: AdapterTable, slots: list[int], count: int) -> Ten
     return found.to(x.device)
 
 
-def room(place: Place, table: AdapterTable, rows: int, columns: int, *, normed: bool, gated: bool) -> NextSums:
+def room(
+    place: Place, table: AdapterTable, rows: int, columns: int, *, normed: bool, gated: bool
+) -> NextSums:
     sizes = rows, parts(columns, normed=normed, gated=gated), SUM_RANKS
     return NextSums(table, torch.full(sizes, float("nan"), device=place.device))
 

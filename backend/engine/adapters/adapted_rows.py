@@ -2,9 +2,9 @@
 
 Models call operations and do not know about adapters. A GEMM with deltas runs without its activation, rotary
 embedding and cache write; add_adapters follows it. If the result is a residual sum that a norm reads next,
-add_adapters is deferred and also computes this norm, so that it replaces the norm's launch. If a GEMM with
-adapters reads the result, add_adapters also multiplies it by their `a`, because it would have to be multiplied
-after that GEMM otherwise. Tables are read on the device, so that a captured graph serves any adapters.
+add_adapters is deferred and also computes this norm, so that it replaces the norm's launch. If another GEMM
+with adapters reads the result, add_adapters also multiplies it by their `a`: otherwise that would be done
+after this GEMM. Tables are read on the device, so that a captured graph serves any adapters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class AdaptedRows:
 
     tables: id of a weight -> its table. adapters: the slots of the step's rows. segments: prompts; their rows
     have no slot. defers: whether add_adapters may be deferred to the next operation, because only operations
-    of this object read residual sums and activations. last: the weight of the forward's last GEMM, whose sum is read elsewhere.
+    of this object read residual sums and activations. last: the weight of the forward's last GEMM, whose sum
+    is read elsewhere.
     """
 
     def __init__(
