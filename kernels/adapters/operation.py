@@ -37,7 +37,7 @@ def share(columns: int, *, normed: bool, gated: bool) -> int:
 
 
 def parts(columns: int, *, normed: bool, gated: bool) -> int:
-    """Return the parts of a result of so many columns; with a norm a power of two."""
+    """Return the number of parts of a result; with a norm a power of two."""
     vectors = columns // ADAPTER_VECTOR
     found = -(-vectors // share(columns, normed=normed, gated=gated))
     return 1 << (found - 1).bit_length() if normed else found

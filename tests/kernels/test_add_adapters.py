@@ -170,7 +170,7 @@ def room(
 
 
 def check_next(place: Place, x: Tensor, following: NextSums, slots: list[int]) -> None:
-    """Compare the next GEMM's result with float64. x: its input, of which `following` has the sums."""
+    """Compare the next GEMM's result with float64. x: its input; `following` has the sums of x."""
     outputs = next(iter(following.table.pairs.values()))[1].shape[1]
     product = place.normal(len(x), outputs, dtype=x.dtype)
     out = product.clone()
