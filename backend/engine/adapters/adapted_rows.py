@@ -35,7 +35,7 @@ from tridecode.kernels.reference.products import GATED
 _CHUNK = 1024
 #: most rows of a step in which an operation multiplies its result by the next adapters: rows of decode steps,
 #: for which csrc/rows/spread_adapters.cu is made
-_SPREAD_ROWS = 256
+_MOST_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class AdaptedRows:
     tables: id of a weight -> its table. adapters: the slots of the step's rows. segments: prompts; their rows
     have no slot. defers: whether add_adapters may be deferred to the next operation, because only operations
     of this object read residual sums and activations. last: the weight of the forward's last GEMM, whose sum
-    is read elsewhere.
+    is read elsewhere. spreads: whether operations multiply their results by the next adapters, which gains if
+    few rows have an adapter.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class AdaptedRows:
         segments: Sequence[Segment] = (),
         defers: bool = False,
         last: object = None,
+        spreads: bool = True,
     ):
-        self._ops, self._tables, self._adapters = ops, tables, adapters
+        self._ops, self._tables, self._adapters, self._spreads = ops, tables, adapters, spreads
         self._segments, self._defers, self._last = segments, defers, last
         self._waiting: _Sum | None = None
         self._unfinished: Linear | None = None
@@ -118,7 +120,7 @@ class AdaptedRows:
             self._ops.norm(x, norm, out=out)
             return None
         self._waiting = None
-        following = None if table is None else _room(table, out, normed=True, gated=False)
+        following = None if table is None else self._room(table, out, normed=True, gated=False)
         self._add(waiting, norm, out, following)
         return None if following is None else following.sums
 
@@ -199,7 +201,7 @@ class AdaptedRows:
             self.flush()
             return x, None
         self._waiting = None
-        following = _room(table, x, normed=False, gated=waiting.activation in GATED)
+        following = self._room(table, x, normed=False, gated=waiting.activation in GATED)
         self._add(waiting, following=following)
         return x, None if following is None else following.sums
 
@@ -250,6 +252,14 @@ class AdaptedRows:
             out=made.out,
         )
 
+    def _room(self, table: AdapterTable, x: Tensor, *, normed: bool, gated: bool) -> NextSums | None:
+        """Return room for the sums of x, or None if they are computed with the GEMM that reads x."""
+        rows, columns = x.shape
+        if not self._spreads or not 0 < table.ranks <= MOST_SUMMED_RANKS or rows > _MOST_ROWS:
+            return None
+        sizes = rows, parts(columns, normed=normed, gated=gated), table.ranks
+        return NextSums(table, torch.empty(sizes, dtype=torch.float32, device=x.device))
+
     def _add_segments(self, x: Tensor, linear: Linear, out: Tensor, first: int) -> None:
         """Compute out += x @ a @ b for the segments. x, out: rows of the step from `first` on."""
         for segment in self._segments:
@@ -258,15 +268,6 @@ class AdaptedRows:
             end = min(segment.tokens.stop - first, x.shape[0])
             if pair is not None and begin < end:
                 out[begin:end].addmm_(x[begin:end] @ pair[0], pair[1])
-
-
-def _room(table: AdapterTable, x: Tensor, *, normed: bool, gated: bool) -> NextSums | None:
-    """Return room for the sums of x, or None if they are computed with the GEMM that reads x."""
-    rows, columns = x.shape
-    if not 0 < table.ranks <= MOST_SUMMED_RANKS or rows > _SPREAD_ROWS:
-        return None
-    sizes = rows, parts(columns, normed=normed, gated=gated), table.ranks
-    return NextSums(table, torch.empty(sizes, dtype=torch.float32, device=x.device))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -60,7 +60,8 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.query_graphs: QueryGraphs | None = None
-        self.part_graphs: dict[type[StepPart], DecodeGraphs] = {}  # graphs of decode steps with the part
+        #: graphs of decode steps with a part, by its form (PartRun.form)
+        self.part_graphs: dict[tuple[type[StepPart], str], DecodeGraphs] = {}
         self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, self.buffers.words, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
@@ -178,8 +179,9 @@ class Engine:
             return False
         apart = [part for part in parts if not part.captures]
         if apart:
-            kind = type(apart[0].part)
-            graphs = self.part_graphs.get(kind) if len(apart) == 1 and not plan.queries else None
+            if len(apart) > 1 or plan.queries:
+                return False
+            graphs = self.part_graphs.get((type(apart[0].part), apart[0].form))
             return graphs is not None and graphs.replay(plan) is not None
         return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan, parts))
 

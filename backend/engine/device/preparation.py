@@ -181,10 +181,9 @@ def _capture(engine: Engine, phase: Progress) -> None:
     capture = Capturer(engine.run, phase, engine.synchronize)
     engine.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
     for part, run in RUNS.items():
-        make_ops = run.graph_ops(state)
-        if make_ops is not None:
+        for form, make_ops in run.graph_ops(state).items():
             capture_part = Capturer(partial(_run_with, engine, make_ops), phase, engine.synchronize)
-            engine.part_graphs[part] = DecodeGraphs(coarse_sizes(config.slots), load, capture_part)
+            engine.part_graphs[part, form] = DecodeGraphs(coarse_sizes(config.slots), load, capture_part)
     if ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
         return
     products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in state.model.layers]

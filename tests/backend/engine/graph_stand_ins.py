@@ -38,9 +38,8 @@ def add_graphs(engine: Engine, slots: int, shapes: list[StepShape] | None = None
     sizes = list(range(1, slots + 1))
     engine.graphs = DecodeGraphs(sizes, load, partial(capture, None))
     for part, run in RUNS.items():
-        make_ops = run.graph_ops(engine.state)
-        if make_ops is not None:
-            engine.part_graphs[part] = DecodeGraphs(sizes, load, partial(capture, make_ops))
+        for form, make_ops in run.graph_ops(engine.state).items():
+            engine.part_graphs[part, form] = DecodeGraphs(sizes, load, partial(capture, make_ops))
     if shapes is not None:
         most = max(shape.tokens for shape in shapes)
         engine.prompt_graphs = PromptGraphs(shapes, load_mixed, partial(capture, None), most)

@@ -16,6 +16,8 @@ from tests.checkpoints import FAMILIES, greedy, save
 from tests.lora_adapters import make_adapter
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device import device_state
+from tridecode.backend.engine.device.parts import adapters as part_of_adapters
+from tridecode.backend.engine.device.parts.adapters import SPREAD, TOGETHER
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.step.plan import StepPlan
@@ -68,10 +70,14 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     offline.engine.close()
 
 
-def test_every_decode_step_with_adapters_is_replayed_with_few_operations(served, monkeypatch) -> None:
+@pytest.mark.parametrize("most_spread", [32, 1])  # two rows have an adapter
+def test_every_decode_step_with_adapters_is_replayed_with_few_operations(
+    served, most_spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_of_adapters, "_SPREAD_ROWS", most_spread)
     offline, models = served
     engine = offline.engine
-    assert AdapterRows in engine.part_graphs
+    assert {form for kind, form in engine.part_graphs if kind is AdapterRows} == {SPREAD, TOGETHER}
     calls = count_calls(["linear", "add_adapters", "norm", "finish_qkv"], monkeypatch)
     steps: list[tuple[bool, bool, Counter]] = []
     replay = engine._replay

@@ -15,6 +15,7 @@ from tests.checkpoints import greedy, save
 from tests.merged_adapters import save_merged
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.adapters.adapted_ops import AdaptedOps
+from tridecode.backend.engine.device.parts.adapters import SPREAD, TOGETHER
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.step.decode_graphs import DecodeGraphs, decode_plan
@@ -66,8 +67,8 @@ def test_mixed_batches_in_graphs_give_the_tokens_of_merged_weights(
         models[name] = save_merged(model, tmp_path / "adapters" / name, rank, seed=rank)
     offline = engine_of(model, tmp_path)
     engine = offline.engine
-    assert AdapterRows in engine.part_graphs and engine.graphs is not None
-    adapted = count_replays(engine.part_graphs[AdapterRows], monkeypatch)
+    assert (AdapterRows, SPREAD) in engine.part_graphs and engine.graphs is not None
+    adapted = count_replays(engine.part_graphs[AdapterRows, SPREAD], monkeypatch)
     plain = count_replays(engine.graphs, monkeypatch)
     prompts = prompts_of([40, 1, 7, 13], model.config.vocab_size)
     asked = [(name, prompt) for prompt in prompts for name in models]
@@ -137,9 +138,10 @@ def test_a_graph_computes_the_rows_of_torch_for_any_weight_format(quantization: 
         )
         wanted = after(lambda: engine.run(engine.buffers.load(plan), ops=torch_ops))
         tables.load(np.array([tables.slot(one) if one >= 0 else -1 for one in numbers], np.int32))
-        found = after(lambda: engine.part_graphs[AdapterRows].replay(plan))
         size = wanted.norm(dim=1)
-        assert ((found - wanted).norm(dim=1) < 0.03 * size).all()
+        for form in (SPREAD, TOGETHER):
+            found = after(lambda form=form: engine.part_graphs[AdapterRows, form].replay(plan))
+            assert ((found - wanted).norm(dim=1) < 0.03 * size).all(), form
         changed = (plain - wanted).norm(dim=1) / size
         assert (changed[torch.from_numpy(numbers >= 0)] > 0.1).all()
         engine.close()

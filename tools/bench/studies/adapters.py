@@ -24,6 +24,7 @@ from tridecode.backend.engine.adapters.place import Place
 from tridecode.backend.engine.adapters.store import AdapterStore
 from tridecode.backend.engine.adapters.tables import AdapterTables
 from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.parts.adapters import form_of
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.step.decode_graphs import decode_plan
 from tridecode.backend.weights.lora_tensors import Lora
@@ -88,7 +89,8 @@ def profile(engine: Engine, store: AdapterStore, rows: int) -> None:
         "eight": [tables.slot(row % 8) for row in range(rows)],
     }
     for case, given in slots.items():
-        graphs = engine.part_graphs[AdapterRows] if given else engine.graphs
+        form = form_of(sum(slot >= 0 for slot in given))
+        graphs = engine.part_graphs[AdapterRows, form] if given else engine.graphs
         tables.load(np.array(given, np.int32))
         graphs.replay(decode_plan(rows))
         engine.synchronize()

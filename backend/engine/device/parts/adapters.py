@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import numpy as np
@@ -17,6 +17,17 @@ from tridecode.kernels.ops import Ops
 
 #: prompts of at least this many tokens multiply their adapter separately from other rows
 _SEGMENT = 32
+#: rows with an adapter up to which each row is spread over many blocks. LLaMA-3-8B in bf16, 64 rows on an
+#: H200, us per replayed step with one, six and 64 such rows, spread / one row a block: 5060 / 5807,
+#: 5217 / 5946, 6570 / 5832
+_SPREAD_ROWS = 32
+#: the forms of graphs
+SPREAD, TOGETHER = "spread", "together"
+
+
+def form_of(rows: int) -> str:
+    """Return the form of graphs for steps in which this many rows have an adapter."""
+    return SPREAD if rows <= _SPREAD_ROWS else TOGETHER
 
 
 class AdaptersRun(PartRun[AdapterRows]):
@@ -44,13 +55,22 @@ class AdaptersRun(PartRun[AdapterRows]):
             Segment(slice(int(starts[row]), int(starts[row + 1])), state.adapters.table(int(numbers[row])))
             for row in self._segment_rows().tolist()
         ]
-        return cast(Ops, _adapted(state, ops, batch, segments))
+        return cast(Ops, _adapted(state, ops, batch, segments, self.form))
 
     @classmethod
-    def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
+    def graph_ops(cls, state: DeviceState) -> Mapping[str, Callable[[Batch], Ops]]:
         if state.adapter_tables is None:
-            return None
-        return lambda batch: cast(Ops, _adapted(state, state.ops, batch, []))
+            return {}
+
+        def factory(form: str) -> Callable[[Batch], Ops]:
+            return lambda batch: cast(Ops, _adapted(state, state.ops, batch, [], form))
+
+        return {form: factory(form) for form in (SPREAD, TOGETHER)}
+
+    @property
+    def form(self) -> str:
+        assert self.part.numbers is not None
+        return form_of(np.count_nonzero(self.part.numbers >= 0))
 
     def _segment_rows(self) -> np.ndarray:
         """Return the rows of prompts whose adapters are multiplied separately."""
@@ -59,11 +79,12 @@ class AdaptersRun(PartRun[AdapterRows]):
         return np.flatnonzero((self.part.numbers >= 0) & (lengths >= _SEGMENT))
 
 
-def _adapted(state: DeviceState, ops: Ops, batch: Batch, segments: list[Segment]) -> AdaptedRows:
+def _adapted(state: DeviceState, ops: Ops, batch: Batch, segments: list[Segment], form: str) -> AdaptedRows:
     """Return the operations of a batch with adapters. With several ranks, all-reduces and stages read results
     without calling an operation, so nothing is deferred."""
     tables, ranks = state.adapter_tables, state.ranks
     assert tables is not None
     alone = ranks.tensor_size == ranks.num_stages == 1
     last = state.model.layers[-1].down.weight if alone else None
-    return AdaptedRows(ops, tables.tables, tables.rows(batch.num_tokens), segments, alone, last)
+    rows = tables.rows(batch.num_tokens)
+    return AdaptedRows(ops, tables.tables, rows, segments, alone, last, form == SPREAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -49,10 +49,15 @@ class PartRun(Generic[P]):
         return caches
 
     @classmethod
-    def graph_ops(cls, state: DeviceState) -> Callable[[Batch], Ops] | None:
-        """Return a factory of the operations with which decode steps with this part are captured as CUDA
-        graphs; None: they are not captured. Called once, before the first step."""
-        return None
+    def graph_ops(cls, state: DeviceState) -> Mapping[str, Callable[[Batch], Ops]]:
+        """Return factories of the operations with which decode steps with this part are captured as CUDA
+        graphs, by the name of a form; {}: they are not captured. Called once, before the first step."""
+        return {}
+
+    @property
+    def form(self) -> str:
+        """Return the form of graph_ops whose graphs run this step. Called after `before`."""
+        return ""
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """x: (T, C), the output of this stage. After a graph only the rows of prompts are defined."""
