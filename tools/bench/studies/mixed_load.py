@@ -1,0 +1,89 @@
+"""Measures what a few requests with log-probs and adapters cost all requests of a load of chats.
+
+    python -m tridecode.tools.bench.studies.mixed_load [--preset llama-3-8b] [--quantization int8]
+        [--requests 400] [--rows 64] [--repeats 3] [--output FILE]
+
+All requests are sent at once, and `rows` of them run at a time; lengths are those of `bench mix`. 2 % of the
+requests want the 20 most likely tokens, 10 % have one of eight adapters of rank 16 with random weights, which
+are loaded before. Runs with and without these fields alternate on one engine. The requests are otherwise the
+same and share all steps, so the tokens per second of the other requests change by the ratio of the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from msgspec.structs import replace as with_fields
+
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.tools.bench.engines.ours import open_engine
+from tridecode.tools.bench.jobs import make_job
+from tridecode.tools.bench.load.workloads import mix_requests
+from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.studies.adapters import RandomAdapters
+from tridecode.tools.bench.studies.pairs import Pairs, study_parser
+
+_PLAIN = SamplingParams(top_k=0, seed=7)
+_LOG_PROBS, _ADAPTERS = 0.02, 0.1  # shares of the requests
+_NUM_ADAPTERS, _RANK = 8, 16
+
+#: name of a case -> share of requests with log-probs, and with an adapter
+CASES = {
+    "nothing": (0.0, 0.0),
+    "2 % with 20 log-probs": (_LOG_PROBS, 0.0),
+    "10 % with an adapter": (0.0, _ADAPTERS),
+    "both": (_LOG_PROBS, _ADAPTERS),
+}
+
+
+def fields_of(count: int, log_probs: float, adapters: float) -> tuple[list[SamplingParams], list[str]]:
+    """Return params and adapter of each of `count` requests; the same requests are drawn for equal shares."""
+    draw = np.random.default_rng(0)
+    wants, has = draw.random(count) < log_probs, draw.random(count) < adapters
+    params = [with_fields(_PLAIN, top_log_probs=20) if want else _PLAIN for want in wants]
+    return params, [str(number % _NUM_ADAPTERS) if one else "" for number, one in enumerate(has)]
+
+
+def load_ms(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[int],
+    shares: tuple[float, float],
+) -> float:
+    """Return the milliseconds until all requests of a load have their answers."""
+    params, adapters = fields_of(len(prompts), *shares)
+    return 1000 * LoopRunner(engine, params=params).generate(prompts, outputs, adapters=adapters)
+
+
+def main() -> None:
+    parser = study_parser(__doc__)
+    parser.add_argument("--quantization", default="")
+    parser.add_argument("--requests", type=int, default=400)
+    arguments = parser.parse_args()
+    job = make_job(
+        arguments.preset, None, None,
+        batches=(arguments.rows,), prompt_tokens=1024, output_tokens=512,
+        quantization=arguments.quantization,
+    )  # fmt: skip
+    found = Pairs(arguments.repeats)
+    with open_engine(replace(job, lora_path=".")) as engine:
+        opened = engine.state.adapters
+        assert opened is not None
+        store = RandomAdapters(opened.place, engine.config.max_loras, _RANK, engine.state.adapter_tables)
+        engine.state.adapters = store
+        prompts, outputs = mix_requests(engine.model_config.vocab_size, arguments.requests)
+        for name, shares in CASES.items():
+            load_ms(engine, prompts, outputs, shares)  # loads the adapters and warms up
+            found.compare(
+                {"case": name},
+                lambda: load_ms(engine, prompts, outputs, (0.0, 0.0)),
+                lambda shares=shares: load_ms(engine, prompts, outputs, shares),
+            )
+    found.write(arguments.output)
+
+
+if __name__ == "__main__":
+    main()
