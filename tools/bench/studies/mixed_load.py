@@ -1,7 +1,7 @@
 """Measures what a few requests with log-probs and adapters cost all requests of a load of chats.
 
     python -m tridecode.tools.bench.studies.mixed_load [--preset llama-3-8b] [--quantization int8]
-        [--requests 400] [--rows 64] [--repeats 3] [--output FILE]
+        [--requests 200] [--rows 64] [--repeats 3] [--output FILE]
 
 All requests are sent at once, and `rows` of them run at a time; lengths are those of `bench mix`. 2 % of the
 requests want the 20 most likely tokens, 10 % have one of eight adapters of rank 16 with random weights, which
@@ -32,10 +32,9 @@ _NUM_ADAPTERS, _RANK = 8, 16
 
 #: name of a case -> share of requests with log-probs, and with an adapter
 CASES = {
-    "nothing": (0.0, 0.0),
+    "both": (_LOG_PROBS, _ADAPTERS),
     "2 % with 20 log-probs": (_LOG_PROBS, 0.0),
     "10 % with an adapter": (0.0, _ADAPTERS),
-    "both": (_LOG_PROBS, _ADAPTERS),
 }
 
 
@@ -61,7 +60,7 @@ def load_ms(
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--quantization", default="")
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=200)
     arguments = parser.parse_args()
     job = make_job(
         arguments.preset, None, None,

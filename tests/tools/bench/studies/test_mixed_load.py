@@ -14,7 +14,7 @@ def test_the_shares_are_those_of_the_case() -> None:
     assert 0.015 < sum(one.top_log_probs == 20 for one in params) / 4000 < 0.025
     assert 0.08 < sum(map(bool, adapters)) / 4000 < 0.12
     assert set(adapters) == {"", *map(str, range(8))}
-    params, adapters = mixed_load.fields_of(4000, *mixed_load.CASES["nothing"])
+    params, adapters = mixed_load.fields_of(4000, 0.0, 0.0)
     assert not any(adapters) and all(one.top_log_probs == -1 for one in params)
 
 
