@@ -18,6 +18,8 @@ CACHE_SCOPES = ("all", "salt", "none")
 SPECULATION = ("off", "lookup", "draft", "heads", "glide", "lookup+draft", "lookup+heads", "lookup+glide")
 VERIFY_MODES = ("sizes", "sampled", "full")
 
+#: rows of a step in which a few sequences have drafts, at most
+DRAFT_ROWS = 64
 _T = TypeVar("_T")
 
 
@@ -273,9 +275,13 @@ class EngineConfig:
 
     @property
     def slots(self) -> int:
-        """Return max_sequences, once it is resolved."""
+        """Return the rows for which the engine has buffers, once max_sequences is resolved: max_sequences or,
+        with drafts, up to DRAFT_ROWS, because each draft takes a row."""
         assert self.max_sequences is not None
-        return self.max_sequences
+        if self.speculation == "off":
+            return self.max_sequences
+        wanted = min(self.max_sequences * (1 + self.max_draft_tokens), DRAFT_ROWS)
+        return max(self.max_sequences, min(wanted, self.max_step_tokens or wanted))
 
 
 #: type of a setting -> its conversion and what it accepts

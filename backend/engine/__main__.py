@@ -108,10 +108,10 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     ranks = make_ranks(arguments, config, device, Joining(facts, config.start_timeout_s, link.progress))
     link.status.exchange = ranks
     config = resolve(config, model, device)
-    assert config.max_step_tokens is not None
+    assert config.max_sequences is not None and config.max_step_tokens is not None
     config = replace(  # depends on memory, which may differ between the ranks' GPUs
         config,
-        max_sequences=ranks.smallest(config.slots),
+        max_sequences=ranks.smallest(config.max_sequences),
         max_step_tokens=ranks.smallest(config.max_step_tokens),
     )
     progress, host_fd = _Progress(link, model), arguments.host_cache_fd
@@ -144,11 +144,11 @@ class _Progress:
 def door_limits(engine: Engine, grammar_fault: str = "") -> m.Limits:
     """Return the model's limits that doors check. grammar_fault: see Limits."""
     model, config = engine.model_config, engine.config
-    assert config.max_sequence_tokens is not None
+    assert config.max_sequence_tokens is not None and config.max_sequences is not None
     return m.Limits(
         vocab_size=model.vocab_size,
         max_sequence_tokens=config.max_sequence_tokens,
-        max_sequences=config.slots,
+        max_sequences=config.max_sequences,
         max_queued_requests=config.max_queued_requests,
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,

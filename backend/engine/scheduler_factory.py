@@ -29,10 +29,11 @@ def limits_of(engine: Engine) -> SchedulerLimits:
     """Return the limits of an engine's scheduler."""
     config = engine.config
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
+    assert config.max_sequences is not None
     return SchedulerLimits(
         num_blocks=engine.state.num_blocks,
         block_tokens=config.block_tokens,
-        max_sequences=config.slots,
+        max_sequences=config.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
         max_step_tokens=config.max_step_tokens,
         max_queued_requests=config.max_queued_requests,
@@ -44,6 +45,7 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         long_prompt_tokens=engine.model_config.long_prompt_tokens,
         recompute_long=engine.model_config.recomputes_long,
         ring_fault=_ring_fault(engine.model_config, engine.state.model.heads),
+        draft_rows=config.slots,
         micro_batches=engine.micro_batches,
         spread_tokens=spread_tokens(engine.model_config, config, engine.device),
         cache_scope=config.cache_scope if config.prefix_cache else "none",

@@ -86,7 +86,7 @@ def fit(model: ModelConfig, config: EngineConfig, place: Place) -> Fit:
 
 
 def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
-    assert config.max_sequence_tokens is not None
+    assert config.max_sequence_tokens is not None and config.max_sequences is not None
     libraries = _libraries(place, len(ranks))
     per_rank = [_cache_bytes(rank, config, place, libraries) for rank in ranks]
     blocks = min(min(rank.max_blocks, cache // rank.block) for rank, cache in zip(ranks, per_rank))
@@ -95,7 +95,7 @@ def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
     lengths = [*(length for length in _LENGTHS if length < longest), longest]
     sequences = [(length, blocks // -(-length // config.block_tokens)) for length in lengths]
     dtype = config.data_type if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    size, slots = config.block_tokens, config.slots
+    size, slots = config.block_tokens, config.max_sequences
     host = config.host_cache_bytes or (_proposed_host_cache(place) if place.kind == "cuda" else 0)
     host = host if config.shares_prefixes else 0
     return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype, host)

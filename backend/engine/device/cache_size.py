@@ -21,8 +21,8 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
     Never more than sequences of max_sequence_tokens in all slots can use. Raises ConfigError if not one block
     fits.
     """
-    assert config.max_sequence_tokens is not None
-    most = config.slots * -(-config.max_sequence_tokens // config.block_tokens)
+    assert config.max_sequence_tokens is not None and config.max_sequences is not None
+    most = config.max_sequences * -(-config.max_sequence_tokens // config.block_tokens)
     if config.cache_bytes is not None:
         available = config.cache_bytes
     elif device.type == "cuda":

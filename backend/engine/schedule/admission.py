@@ -26,7 +26,8 @@ class SchedulerLimits:
     decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of all its tokens.
     1: a plan has all decoding sequences. spread_tokens: minimum prefill budget of a step while sequences
     queue for few slots (prompt_spread.py); 0: no budget. cache_scope: see prompt_keys.py.
-    late_masks: a row may be launched before its mask is known (StepPlan.late).
+    late_masks: a row may be launched before its mask is known (StepPlan.late). draft_rows: tokens of all
+    decode rows of a step with drafts; 0: max_sequences.
     """
 
     num_blocks: int
@@ -48,6 +49,7 @@ class SchedulerLimits:
     cache_scope: str = "all"
     max_grammar_bytes: int = structured_output.MAX_GRAMMAR_BYTES
     late_masks: bool = False
+    draft_rows: int = 0
 
 
 @dataclass

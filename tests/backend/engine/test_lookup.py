@@ -90,6 +90,21 @@ def test_text_that_repeats_is_drafted_from_itself(make) -> None:
     assert learning_of(offline).accepted["lookup"] > 5
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_few_sequences_have_drafts_while_all_of_them_decode(sequences: int) -> None:
+    """Each draft takes a row of a step; an engine has more rows than max_sequences for them."""
+    model = gpt2()
+    prompts = prompts_of([5, 11], model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    offline = drafting(model, max_sequences=sequences)
+    rows = counted(offline)
+    for _ in range(2):  # the second time, finished answers are found
+        done = generate(offline, prompts, SamplingParams(max_tokens=NEW), 2)
+        assert [one.tokens for one in done] == wanted
+    assert learning_of(offline).accepted["lookup"] > NEW
+    assert max(rows) <= sequences, "no more sequences than max_sequences decode at once"
+
+
 def accepted_of_repeats(offline: OfflineEngine, prompts, first: SamplingParams, second: SamplingParams):
     """Drafts that are accepted when prompts come twice, and both answers."""
     one = generate(offline, prompts, first)
