@@ -5,7 +5,7 @@ and the launchers in csrc execute the plan; a launcher refuses a tile that it ha
 tridecode.kernels.explain` prints the choices. This module needs neither torch nor a GPU.
 
     gemv                      1 or 2 tokens (1 on 9.0), CUDA cores, two weight rows per warp
-    gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory
+    gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory; 9.0 hardly needs it
     gemm_mma_tiles            up to 64 tokens, mma.sync and cp.async, split-K likewise; not on 9.0 and later
     gemm_sm90_data_parallel   1 to 64 tokens, TMA and wgmma, all inputs of a tile in one block
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
@@ -33,7 +33,7 @@ from tridecode.kernels.gemm.table_sm80 import (
     small_plan,
 )
 from tridecode.kernels.gemm.table_sm90 import (
-    MMA_TOKENS,
+    GEMV_TOKENS,
     data_parallel_plan,
     even_split_plan,
     fp8_library_tokens,
@@ -92,8 +92,9 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
 
 
 def _small(gemm: Gemm, device: Device) -> Plan | None:
-    if gemm.tokens > (MMA_TOKENS if device.capability == 90 else FUSED_NORM_TOKENS):
-        if device.capability == 90:
+    hopper = device.capability == 90
+    if gemm.tokens > (GEMV_TOKENS if hopper else FUSED_NORM_TOKENS):
+        if hopper:
             return data_parallel_plan(gemm, device)
         return mma_tiles_plan(gemm, device) if device.capability < 90 else None
     if not gemm.bias and gemm.outputs <= FEW_OUTPUTS and gemm.inputs > LONG_INPUTS:
@@ -101,7 +102,7 @@ def _small(gemm: Gemm, device: Device) -> Plan | None:
     if gemm.outputs > GEMV_OUTPUTS and gemm.tokens * gemm.inputs * 2 <= device.shared_bytes - 1024:
         why = f"1 or 2 tokens, more than {GEMV_OUTPUTS} outputs"
         return Plan("gemv", why, fuses_norm=gemm.norm, fuses_heads=True)
-    return small_plan(gemm, device)
+    return (data_parallel_plan(gemm, device) if hopper else None) or small_plan(gemm, device)
 
 
 def _why_library(gemm: Gemm) -> str:

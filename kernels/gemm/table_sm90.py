@@ -45,10 +45,9 @@ ROUNDED_HEADS = (64, 128)
 #: the epilogue / in a separate launch: LLaMA in W8A8, 8, 32 and 64 tokens (two blocks finish 32 each): 1.0 /
 #: 2.5, 0.1 / 1.3 and 1.2 / 1.6; one block finishes 64: BLOOM in W8A8 4.3 / 2.4, LLaMA in int4 5.4 / 3.8
 ROUNDED_TOKENS = 32
-#: gemm_mma and gemv, which fuse a norm, compute up to this many tokens; more have a norm kernel and the
-#: kernels below. us of a step's CUDA graph on an H200, 2 tokens, gemm_mma / data-parallel: SmolLM2-135M, two
-#: rows 648 / 529, one row that verifies a draft 711 / 579; LLaMA-3.2-1B 919 / 912 and 1000 / 924
-MMA_TOKENS = 1
+#: gemv computes up to this many tokens. us of a layer on an H200 whose smaller products have gemm_mma /
+#: data-parallel, by hidden and inner size: 576, 1536: 20.4 / 18.0; 3072, 8192: 80.5 / 67.9
+GEMV_TOKENS = 1
 #: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
 LARGE_WEIGHTS = 1 << 24
@@ -113,17 +112,21 @@ FP8_BLOCK_LIBRARY_TOKENS = 65
 #: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
 #: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
 CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
+#: and the most inputs of dense products that add to no stream. ms per step on an H200, single and chained:
+#: Qwen2-7B (18944 inputs) 3.966 and 3.757, GPT-NeoX-20B (24576) 10.51 and 11.47
+CHAIN_INPUTS = 20480
 _STAGE_BYTES = 128  # bytes of a row in a pipeline stage: the width of the swizzle
 _SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
 _STREAM_K_OUTPUTS = 256  # of a cluster's tile
 
 
-def chain_tokens(operand: str, outputs: int) -> int:
-    """Return the most tokens for which the chained-GEMM kernel is faster than single GEMMs.
+def chain_tokens(operand: str, outputs: int, inputs: int) -> int:
+    """Return the most tokens for which the chained-GEMM kernel is faster than single GEMMs; 0: it never is.
 
-    operand: a name of tridecode_operand. outputs: those of the first GEMM.
+    operand: a name of tridecode_operand. outputs: the fewest of a GEMM. inputs: the most; 0: no limit.
     """
-    return CHAIN_TOKENS if operand == "dense" and outputs <= CHAIN_OUTPUTS else 1
+    few = CHAIN_TOKENS if outputs <= CHAIN_OUTPUTS else int(inputs <= CHAIN_INPUTS)
+    return few if operand == "dense" else 1
 
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
@@ -342,6 +345,6 @@ def data_parallel_plan(gemm: Gemm, device: Device) -> Plan | None:
     # 4 / 16 tokens: 4096 x 1024: 4.5 / 4.5, cuBLAS 5.8 / 5.8; 1024 x 4096: 7.4 / 7.9, cuBLAS 8.1 / 8.5. us of
     # a step's CUDA graph on an H200, 32 / 64 rows, cuBLAS and here: SmolLM2-135M 796 / 836 and 592 / 760,
     # GPT-2 384 / 401 and 312 / 388, LLaMA-3.2-1B 985 / 1077 and 943 / 1080
-    why = "2 to 64 tokens, a weight that cuBLAS does not spread over the device"
+    why = "1 to 64 tokens, a weight that cuBLAS does not spread over the device"
     fuses_heads = gemm.rotary_size == 0  # pairs of a rotation are too far apart for a tile
     return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=fuses_heads)

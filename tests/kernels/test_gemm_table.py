@@ -13,7 +13,7 @@ from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
-from tridecode.kernels.gemm.table_sm90 import library_rows
+from tridecode.kernels.gemm.table_sm90 import chain_tokens, library_rows
 from tridecode.tools.bench.shapes.presets import PRESETS
 
 H200 = DEVICES["h200"]
@@ -136,7 +136,7 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         ("llama-3-8b", "down", 257, "gemm_library", (0, 0), 0),
         ("llama-3-8b", "up", 256, "gemm_sm90_stream_k", (256, 256), 0),
         ("llama-3-8b", "up", 257, "gemm_library", (0, 0), 0),
-        ("bloom-560m", "up", 1, "gemm_mma", (16, 8), 1),
+        ("bloom-560m", "up", 1, "gemm_sm90_data_parallel", (32, 8), 0),
         ("bloom-560m", "up", 2, "gemm_sm90_data_parallel", (32, 8), 0),
         ("bloom-560m", "up", 17, "gemm_sm90_data_parallel", (32, 32), 0),
         ("bloom-560m", "up", 65, "gemm_library", (0, 0), 0),
@@ -172,6 +172,14 @@ def test_medium_weights_take_kernels_that_prefetch_them(outputs: int, inputs: in
         assert choose(gemm._replace(tokens=tokens), H200).kernel != "gemm_sm90_split_k"
     assert choose(gemm._replace(inputs=1024), H200).kernel != "gemm_sm90_split_k"
     assert choose(gemm._replace(epilogue="swiglu", residual=False), H200).kernel != "gemm_sm90_split_k"
+
+
+def test_wide_products_are_not_chained():
+    """GPT-NeoX-20B's down projection has 24576 inputs, Qwen2-7B's 18944; matrices in 8 and 4 bit and streams
+    have no limit."""
+    assert chain_tokens("dense", 6144, 24576) == 0
+    assert chain_tokens("dense", 3584, 18944) == chain_tokens("int8", 6144, 24576) == 1
+    assert chain_tokens("dense", 4608, 0) == 1 and chain_tokens("dense", 768, 3072) == 4
 
 
 def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
