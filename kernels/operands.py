@@ -151,7 +151,8 @@ class AdapterSlots:
         return AdapterSlots(self.slots[tokens])
 
 
-#: tokens that a decode row may have
+#: tokens that a decode row may have, at most 16: decode attention loads all tiles of 16 tokens of a row but
+#: the last two before the GEMM that writes the new tokens has ended
 MOST_QUERIES = MOST_DRAFTS + 1
 #: Maximum prefill tokens of a row, or padded prefill tokens of a step, for which attention of prompts with an
 #: 8-bit cached prefix splits the keys of a row among blocks (csrc/attention/prefill/prefill_split.cuh).

@@ -10,8 +10,10 @@ from tests.kernels.batches import attend, context_of, make_batch, make_cache, ma
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_attention_8bit import filled_cache
+from tests.kernels.test_unfinished_rows import contents
+from tests.kernels.test_unfinished_rows import context_of as row_of
 from tridecode.kernels.bench.measure import capture
-from tridecode.kernels.operands import Batch, CacheLayer, Heads
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear
 
 #: a query, a kv head and its query heads make one column; 8 columns are a pass of the kernels
 HEADS = [(1, 1), (8, 2), (7, 1), (16, 2), (12, 4)]
@@ -206,3 +208,35 @@ def test_a_row_of_one_query_is_the_same_beside_others(cuda_place: Place, format:
         cuda_place.ops.decode_attention(qkv, heads, batch, cache, out=out)
         check_rows(out, qkv, [(context, 1) for context in contexts], kv, heads)
     assert (outs[0].float() - outs[1].float()).abs().max() < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["auto", "fp8"])
+@pytest.mark.parametrize("queries", [2, 5, 16])
+def test_tokens_that_the_kernel_before_writes_are_seen(cuda_place: Place, queries: int, format: str):
+    """Attention loads older tiles while the GEMM before it still writes the new tokens, which are NaN before
+    each replay. Contexts end at and around the borders of tiles."""
+    heads = make_heads(cuda_place, 32, 8, 128, alibi=True)
+    rows = [(context, queries) for context in (544, 528, 529, 543, queries, 33, 48, 2049)]
+    batch = make_batch(cuda_place, [c for c, _ in rows], [q for _, q in rows], 32, decodes=len(rows))
+    cache, _ = filled(cuda_place, batch, heads, 32, torch.bfloat16, format)
+    tokens = queries * len(rows)
+    x = cuda_place.normal(tokens, 4096, dtype=torch.bfloat16)
+    product = Linear(cuda_place.normal(heads.qkv_size, 4096, dtype=torch.bfloat16) / 64)
+    qkv = cuda_place.poison(tokens, heads.qkv_size, dtype=torch.bfloat16)
+    out = cuda_place.poison(tokens, 32 * 128, dtype=torch.bfloat16)
+    cuda_place.settle()
+
+    def step() -> None:
+        cuda_place.ops.project_qkv(x, product, None, heads, batch, cache, out=qkv)
+        cuda_place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+
+    graph, slots = capture(step), batch.kv_slots.long()
+    numbers = cache.blocks if cache.scales is None else cache.scales
+    for _ in range(3):
+        numbers[slots // 32, :, :, slots % 32] = float("nan")
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        held = contents(cache)
+        check_rows(out, qkv, rows, [row_of(held, batch, row) for row in range(len(rows))], heads)

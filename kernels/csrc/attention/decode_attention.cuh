@@ -39,7 +39,9 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * kStride);
 
   const bool several = LIMITED ? task.max_query > 1 : SEVERAL;
-  if (several) wait_for_predecessor();                        // new tokens may be in any tile
+  // New tokens may be in any tile; only rings load others before the wait.
+  bool waited = several && (LIMITED || !Source::kRing);
+  if (waited) wait_for_predecessor();
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // barriers follow
   constexpr bool kLongChunks = TEAM > 1 && !std::is_same<C, X>::value;
   const Runs runs =
@@ -56,7 +58,6 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     if (first < last)
       pages.request(which, part.hidden + first, part.hidden + last, part.hidden + part.tiles);
   };
-  bool waited = several;
   auto begin_part = [&](int& at) {
     Part part = runs.find<MODE>(task, at, end);
     if (part.first_tile >= part.tiles) {
@@ -70,8 +71,9 @@ __global__ void __launch_bounds__(32 * kWarps, Source::kResident)
 #pragma unroll
     for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
       const int span = own + ahead * TEAM;
-      // The predecessor writes the newest token; the tiles before it may be loaded before the wait.
-      if (!waited && (span + 1) * kSpan >= part.tiles) {
+      // The predecessor writes the newest token, or at most kTile of them, which may lie in two
+      // tiles. The tiles before may be loaded before the wait.
+      if (!waited && (span + 1) * kSpan >= part.tiles - (SEVERAL ? 1 : 0)) {
         wait_for_predecessor();
         waited = true;
       }
