@@ -94,7 +94,7 @@ class LoopRunner:
         params: m.SamplingParams | Sequence[m.SamplingParams] | None = None,
     ):
         self.engine, self._rate, self._seed = engine, rate, seed
-        self._params = params or m.SamplingParams()
+        self.params = params or m.SamplingParams()
         store = engine.state.adapters
         adapters = None if store is None else Adapters(store)
         self.scheduler = Scheduler(limits_of(engine), time.monotonic, adapters, grammars=grammars)
@@ -117,7 +117,7 @@ class LoopRunner:
         submits = []
         for number, (prompt, length) in enumerate(zip(prompts, lengths)):
             # rounds repeat their prompts, and each is to compute them
-            one = self._params if isinstance(self._params, m.SamplingParams) else self._params[number]
+            one = self.params if isinstance(self.params, m.SamplingParams) else self.params[number]
             params = msgspec.structs.replace(
                 one, max_tokens=length, min_tokens=length, end_id=end_id, cache="off"
             )

@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
@@ -47,14 +46,14 @@ def fields_of(count: int, log_probs: float, adapters: float) -> tuple[list[Sampl
 
 
 def load_ms(
-    engine: Engine,
+    runner: LoopRunner,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[int],
     shares: tuple[float, float],
 ) -> float:
     """Return the milliseconds until all requests of a load have their answers."""
-    params, adapters = fields_of(len(prompts), *shares)
-    return 1000 * LoopRunner(engine, params=params).generate(prompts, outputs, adapters=adapters)
+    runner.params, adapters = fields_of(len(prompts), *shares)
+    return 1000 * runner.generate(prompts, outputs, adapters=adapters)
 
 
 def main() -> None:
@@ -73,13 +72,14 @@ def main() -> None:
         assert opened is not None
         store = RandomAdapters(opened.place, engine.config.max_loras, _RANK, engine.state.adapter_tables)
         engine.state.adapters = store
+        runner = LoopRunner(engine)
         prompts, outputs = mix_requests(engine.model_config.vocab_size, arguments.requests)
         for name, shares in CASES.items():
-            load_ms(engine, prompts, outputs, shares)  # loads the adapters and warms up
+            load_ms(runner, prompts, outputs, shares)  # loads the adapters and warms up
             found.compare(
                 {"case": name},
-                lambda: load_ms(engine, prompts, outputs, (0.0, 0.0)),
-                lambda shares=shares: load_ms(engine, prompts, outputs, shares),
+                lambda: load_ms(runner, prompts, outputs, (0.0, 0.0)),
+                lambda shares=shares: load_ms(runner, prompts, outputs, shares),
             )
     found.write(arguments.output)
 

@@ -6,6 +6,7 @@ import math
 
 from tests.backend.engine.offline_models import offline_engine, prompts_of
 from tests.backend.hf_models import llama
+from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.studies import mixed_load
 
 
@@ -22,4 +23,6 @@ def test_a_load_with_log_probs_runs_to_its_end() -> None:
     model = llama(positions=512)
     offline = offline_engine(model, "cpu", keep_logits=False, max_sequences=4, max_step_tokens=256)
     prompts = prompts_of([30, 5, 60, 9, 20, 7], model.config.vocab_size)
-    assert math.isfinite(mixed_load.load_ms(offline.engine, prompts, [5, 9, 3, 7, 4, 6], (0.5, 0.0)))
+    assert math.isfinite(
+        mixed_load.load_ms(LoopRunner(offline.engine), prompts, [5, 9, 3, 7, 4, 6], (0.5, 0.0))
+    )
