@@ -52,8 +52,8 @@ class Chain:
         most = self.most_tokens
         outputs = min(product.out.shape[1] for product in products)
         adds = any(product.stream is not None for product in products)
-        inputs = 0 if adds else max(product.x.shape[1] for product in products)
-        if tokens > (chain_tokens(operand, outputs, inputs) if most is None else most):
+        inputs = max(product.x.shape[1] for product in products)
+        if tokens > (chain_tokens(operand, outputs, inputs, adds) if most is None else most):
             return False
         for product in products:
             check_call("linears", _call(product))

@@ -112,20 +112,20 @@ FP8_BLOCK_LIBRARY_TOKENS = 65
 #: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
 #: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
 CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
-#: and the most inputs of dense products that add to no stream. ms per step on an H200, single and chained:
-#: Qwen2-7B (18944 inputs) 3.966 and 3.757, GPT-NeoX-20B (24576) 10.51 and 11.47
-CHAIN_INPUTS = 20480
+#: and the most inputs of dense products, if none adds to a stream, and if one does. ms per step on an H200,
+#: single and chained: Qwen2-7B (18944 inputs) 3.966 and 3.757, GPT-NeoX-20B (24576) 10.51 and 11.47
+CHAIN_INPUTS = (18944, 28672)
 _STAGE_BYTES = 128  # bytes of a row in a pipeline stage: the width of the swizzle
 _SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
 _STREAM_K_OUTPUTS = 256  # of a cluster's tile
 
 
-def chain_tokens(operand: str, outputs: int, inputs: int) -> int:
+def chain_tokens(operand: str, outputs: int, inputs: int, adds: bool) -> int:
     """Return the most tokens for which the chained-GEMM kernel is faster than single GEMMs; 0: it never is.
 
-    operand: a name of tridecode_operand. outputs: the fewest of a GEMM. inputs: the most; 0: no limit.
+    operand: a name of tridecode_operand. outputs: the fewest of a GEMM. inputs: the most. adds: to a stream.
     """
-    few = CHAIN_TOKENS if outputs <= CHAIN_OUTPUTS else int(inputs <= CHAIN_INPUTS)
+    few = CHAIN_TOKENS if outputs <= CHAIN_OUTPUTS else int(inputs <= CHAIN_INPUTS[adds])
     return few if operand == "dense" else 1
 
 

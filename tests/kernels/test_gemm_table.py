@@ -175,11 +175,11 @@ def test_medium_weights_take_kernels_that_prefetch_them(outputs: int, inputs: in
 
 
 def test_wide_products_are_not_chained():
-    """GPT-NeoX-20B's down projection has 24576 inputs, Qwen2-7B's 18944; matrices in 8 and 4 bit and streams
-    have no limit."""
-    assert chain_tokens("dense", 6144, 24576) == 0
-    assert chain_tokens("dense", 3584, 18944) == chain_tokens("int8", 6144, 24576) == 1
-    assert chain_tokens("dense", 4608, 0) == 1 and chain_tokens("dense", 768, 3072) == 4
+    """Down projections of GPT-NeoX-20B, Qwen2-7B, Gemma-2-27B and 9B; matrices in 8 and 4 bit have no
+    limit."""
+    assert chain_tokens("dense", 6144, 24576, False) == chain_tokens("dense", 4608, 36864, True) == 0
+    assert chain_tokens("dense", 3584, 18944, False) == chain_tokens("int8", 6144, 24576, False) == 1
+    assert chain_tokens("dense", 3584, 14336, True) == 1 and chain_tokens("dense", 768, 3072, False) == 4
 
 
 def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
