@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace as with_fields
@@ -78,8 +79,8 @@ def main() -> None:
             load_ms(runner, prompts, outputs, shares)  # loads the adapters and warms up
             found.compare(
                 {"case": name},
-                lambda: load_ms(runner, prompts, outputs, (0.0, 0.0)),
-                lambda shares=shares: load_ms(runner, prompts, outputs, shares),
+                partial(load_ms, runner, prompts, outputs, (0.0, 0.0)),
+                partial(load_ms, runner, prompts, outputs, shares),
             )
     found.write(arguments.output)
 
