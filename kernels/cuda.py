@@ -59,6 +59,10 @@ class Cuda:
     def most_linears_rows(self) -> int:
         return self.gemms.chain.most_rows
 
+    @property
+    def splits_steps(self) -> bool:
+        return True
+
     def reserve(
         self,
         max_tokens: int,

@@ -35,6 +35,10 @@ class Ops(AdapterOps, TopOps, Protocol):
         """Return the maximum rows of x that `linears` accepts; 0: none."""
         ...
 
+    @property
+    def splits_steps(self) -> bool:
+        """Return whether `linear` accepts a part of a step's tokens; False if rows have adapters."""
+
     def reserve(
         self,
         max_tokens: int,

@@ -69,6 +69,14 @@ PEER_LIMITS = (
 )
 
 
+#: Two ranks compute a step of at least this many tokens in halves, and copy engines exchange the rows of a
+#: sum of one half together with a GEMM of the other (PeerCopies); steps of 5,120 and 6,144 tokens were slower
+#: in halves than whole
+HALVED_TOKENS = 8192
+#: buffers for copied rows, and bytes of the words that follow them
+COPY_BUFFERS, ARRIVAL_BYTES = 4, 256
+
+
 def attention_bytes() -> int:
     """Return tridecode_decode_attention_scratch for the largest head: two partial results per warp."""
     return _BLOCKS * _WARPS * 2 * _GROUP * (_HEAD + 2) * 4
@@ -174,6 +182,19 @@ def exchange_bytes(ranks: int, max_rows: int) -> int:
 def chain_exchange_bytes(ranks: int) -> int:
     """Return the bytes of a rank's peer memory for the chained GEMMs, which sum over two ranks only."""
     return EXCHANGE_BYTES if ranks == 2 else 0
+
+
+def halved_rows(ranks: int, max_tokens: int) -> int:
+    """Return the most rows of half a step whose sums copy engines exchange; 0: no step is halved."""
+    return -(-max_tokens // 2) if ranks == 2 and max_tokens >= HALVED_TOKENS else 0
+
+
+def copied_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
+    """Return the bytes of a rank's peer memory for the rows that copy engines bring: two buffers for each
+    half of a step, and the words that follow the rows.
+    """
+    rows = halved_rows(ranks, max_tokens)
+    return ARRIVAL_BYTES + COPY_BUFFERS * rows * row_bytes if rows else 0
 
 
 def peers_unsupported(ranks: int, row_bytes: int) -> str:

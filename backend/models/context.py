@@ -40,6 +40,25 @@ class RowSums(Protocol):
     ) -> None: ...
 
 
+class HalfSums(Protocol):
+    """Sums over the tensor ranks for a step in two halves: kernels.peer_sums.PeerCopies. `send` starts the
+    exchange of a half's partial sums, which runs together with what follows; `add_rows` waits for it.
+    """
+
+    def send(self, half: int, partial: Tensor) -> None: ...
+
+    def add_rows(
+        self,
+        half: int,
+        partial: Tensor,
+        biases: Sequence[Tensor],
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        normed: Tensor | None,
+    ) -> None: ...
+
+
 class Ranks(Protocol):
     """This rank's place in the tensor-parallel group and the pipeline."""
 
@@ -56,6 +75,10 @@ class Ranks(Protocol):
         """Return the kernel that sums rows such as x over the tensor group in one launch; None: use
         all_reduce.
         """
+        ...
+
+    def half_sums(self, x: Tensor) -> HalfSums | None:
+        """Return the sums for a step in two halves; None: compute a step of rows such as x as a whole."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:

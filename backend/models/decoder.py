@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.models.context import Context, Ranks, Rows
+from tridecode.backend.models.halves import half_sums, sequential_in_halves
 from tridecode.backend.models.layers import (
     Following,
     add_and_norm,
@@ -184,6 +185,10 @@ class Decoder:
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(norm(x)), then x += mlp(norm(x)), layer by layer."""
+        halved = half_sums(context, x)
+        if halved is not None and self.layers:
+            sequential_in_halves(context, x, self.layers, self.heads, activation, caches, halved)
+            return
         at_once = _at_once(context, x)
         rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):

@@ -237,6 +237,10 @@ class Reference:
     def most_linears_rows(self) -> int:
         return 0
 
+    @property
+    def splits_steps(self) -> bool:
+        return True
+
     def linears(self, products: Sequence[Product]) -> bool:
         return False
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from tridecode.kernels.operands import Norm
-from tridecode.kernels.scratch import PeerLimits
+from tridecode.kernels.scratch import HALVED_TOKENS, PeerLimits
 
 ONE_SHOT, TWO_SHOTS = PeerLimits(8, 1 << 30, 0), PeerLimits(8, 0, 1 << 30)
 WAIT_S = 60.0
@@ -195,6 +195,72 @@ def digest(tensors: Sequence[Tensor | None]) -> bytes:
         if tensor is not None:
             made.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return made.digest()
+
+
+@torch.inference_mode()
+def halves(rank, world, exchange) -> str:
+    """Sums whose rows copy engines exchange have the bits of add_rows: of both halves, of different sizes, in
+    more turns than there are words, with -0.0, while this rank's own kernels overwrite what was sent."""
+    wrong = []
+    for dtype, columns, turns in [
+        (torch.bfloat16, 256, 1100),
+        (torch.float16, 8192, 6),
+        (torch.float32, 768, 6),
+        (torch.bfloat16, 14336, 4),
+    ]:
+        sums = make(rank, world, exchange, HALVED_TOKENS, columns, dtype)
+        normal = random_rows(dtype, torch.Generator().manual_seed(columns))
+        step = torch.empty(HALVED_TOKENS, columns, dtype=dtype, device="cuda")
+        copies = sums.half_sums(step)
+        if copies is None or sums.half_sums(step[1:]) is not None:
+            return f"{HALVED_TOKENS} tokens are not halved, or fewer are"
+        bias, weight, shift = (normal(columns).cuda() for _ in range(3))
+        norms = [Norm(weight, shift, 1e-5), Norm(weight, None, 1e-5), None]
+        parts = normal(3, world, 300, columns)
+        parts[:, :, 0, :4] = -0.0
+        mine, residual = parts[:, rank].cuda(), normal(300, columns).cuda()
+        wanted = []
+        for turn, norm in enumerate(norms):
+            x, normed = residual.clone(), mine[turn].clone()
+            sums.add_rows(mine[turn], [bias], x, norm, out=x, normed=None if norm is None else normed)
+            wanted.append((x, normed))
+        faults = torch.zeros(1, dtype=torch.int64, device="cuda")
+        sent = torch.empty(2, 300, columns, dtype=dtype, device="cuda")
+        for turn in range(turns):
+            counts = 1 + turn * 7 % 300, 300 - turn * 11 % 290
+            for half, count in enumerate(counts):
+                sent[half, :count] = mine[(turn + half) % 3, :count]
+                copies.send(half, sent[half, :count])
+            for half, count in enumerate(counts):
+                which, part = (turn + half) % 3, sent[half, :count]
+                norm, x = norms[which], residual[:count].clone()
+                copies.add_rows(half, part, [bias], x, norm, normed=None if norm is None else part)
+                for found, right in zip((x, part), wanted[which]):
+                    faults += (found != right[:count]).sum()
+        if int(faults):
+            wrong.append(f"{dtype}, {columns} columns: {int(faults)} numbers differ; lost {sums.lost}")
+        exchange(b"done")
+        sums.close()
+    return "; ".join(wrong)
+
+
+@torch.inference_mode()
+def abandoned_half(rank, world, exchange) -> str:
+    """The last rank does not come: the other ends within the limit, names it, and does not wait again."""
+    sums = make(rank, world, exchange, HALVED_TOKENS, 256, torch.bfloat16, limit_s=0.5)
+    fault = ""
+    if rank < world - 1:
+        x = torch.ones(HALVED_TOKENS, 256, dtype=torch.bfloat16).cuda()
+        copies, started = sums.half_sums(x), time.monotonic()
+        for turn in range(8):
+            copies.send(turn % 2, x[:900])
+            copies.add_rows(turn % 2, x[:900], [], x[1000:1900], None, normed=None)
+        torch.cuda.synchronize()
+        took = time.monotonic() - started
+        if sums.lost != world - 1 or not 0.4 < took < 3.0:
+            fault = f"lost {sums.lost} after {took:.2f} s"
+    exchange(b"done")
+    return fault
 
 
 @torch.inference_mode()

@@ -6,14 +6,23 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels.peer_process import on_ranks
-from tridecode.kernels.scratch import PeerPlan, peer_bytes, peer_limits, plan_peers
+from tridecode.kernels.scratch import (
+    HALVED_TOKENS,
+    PeerPlan,
+    copied_bytes,
+    peer_bytes,
+    peer_limits,
+    plan_peers,
+)
 
 gpu = pytest.mark.gpu
 ROW = 8192
 
 
 @gpu
-@pytest.mark.parametrize("what", ["every_form", "special_numbers", "replayed", "abandoned"])
+@pytest.mark.parametrize(
+    "what", ["every_form", "special_numbers", "replayed", "abandoned", "halves", "abandoned_half"]
+)
 def test_two_ranks(what: str) -> None:
     assert on_ranks(2, what) == ["", ""]
 
@@ -51,6 +60,12 @@ def test_every_rank_owns_a_row_of_two_shots() -> None:
     for ranks in range(3, 9):
         for row_bytes in (16, ROW, 32 << 10):
             assert plan(ranks, 1 << 16, row_bytes).one_shot >= ranks - 1
+
+
+def test_two_ranks_of_long_steps_allocate_two_buffers_for_each_half() -> None:
+    assert copied_bytes(2, 8192, ROW) == 256 + 4 * 4096 * ROW
+    assert copied_bytes(2, 8193, ROW) == 256 + 4 * 4097 * ROW
+    assert copied_bytes(2, HALVED_TOKENS - 1, ROW) == copied_bytes(4, 8192, ROW) == 0
 
 
 def test_a_rank_allocates_two_buffers_for_each_peer() -> None:

@@ -39,7 +39,15 @@ READ_RESULTS = {
 _READ = re.compile(r"\[(?!\])|->|load|copy|fetch|request|atomic|__ld|\*\w+[;)]|\bdivide\(")
 
 #: functions that read what another block or GPU may be writing
-POLLS = {"load_acquire", "load_relaxed", "load_word", "load_words", "load_their_words", "load_system"}
+POLLS = {
+    "load_acquire",
+    "load_arrival",
+    "load_relaxed",
+    "load_word",
+    "load_words",
+    "load_their_words",
+    "load_system",
+}
 _POLL = re.compile(rf"\b({'|'.join(POLLS)}|is_of|atomic\w+)\(")
 _LIMITED = re.compile(r"\bspin\.again\(|\bpatience_?\.is_over\(")
 
@@ -230,6 +238,7 @@ def test_loads_that_others_write_are_in_few_functions():
         ("product_chain_rows.cuh", "spin.again()"),
         ("product_chain_finish.cuh", "spin.again()"),
         ("all_reduce.cu", " && !patience.is_over(missing)"),
+        ("add_copied.cu", " && !patience.is_over(1 - task.rank)"),
         ("sampling_exchange.cuh", " && !patience_.is_over(missing)"),
     ],
 )

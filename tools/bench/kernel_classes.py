@@ -16,6 +16,7 @@ OURS = {
     "accept": SAMPLING,
     "activate_rows": OTHER,
     "add_adapters": OTHER,
+    "add_copied_rows": COMMUNICATION,
     "add_normed": OTHER,
     "add_normed_any": OTHER,
     "all_reduce_rows": COMMUNICATION,

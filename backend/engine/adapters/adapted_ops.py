@@ -89,6 +89,10 @@ class AdaptedOps:
     def most_linears_rows(self) -> int:
         return 0
 
+    @property
+    def splits_steps(self) -> bool:
+        return False
+
     def linears(self, products: Sequence[Product]) -> bool:
         return False
 

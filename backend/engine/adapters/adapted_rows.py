@@ -99,6 +99,10 @@ class AdaptedRows:
     def most_linears_rows(self) -> int:
         return 0
 
+    @property
+    def splits_steps(self) -> bool:
+        return False
+
     def linears(self, products: Sequence[Product]) -> bool:
         return False
 

@@ -225,6 +225,7 @@ def plan_rank(
     if has_peers:
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
         kernels += scratch.exchange_bytes(size, config.slots) + scratch.chain_exchange_bytes(size)
+        kernels += scratch.copied_bytes(size, config.max_step_tokens, row_bytes)
     block = cache[0] // engine.state.num_blocks
     if config.has_host_tier:
         slots = config.host_cache_bytes // (size * stages) // block

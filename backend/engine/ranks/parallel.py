@@ -23,7 +23,7 @@ from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, 
 from tridecode.backend.engine.step import plan_frame, plan_wire
 from tridecode.backend.engine.step.plan import PlanMessage
 from tridecode.backend.engine.step.results import Outbox
-from tridecode.backend.models.context import RowSums
+from tridecode.backend.models.context import HalfSums, RowSums
 
 if TYPE_CHECKING:  # not at run time: it loads the binding of the built library
     from tridecode.kernels.peer_sums import PeerSums
@@ -88,6 +88,9 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> None: ...
 
     def row_sums(self, x: Tensor) -> RowSums | None:
+        return None
+
+    def half_sums(self, x: Tensor) -> HalfSums | None:
         return None
 
     def captures(self, x: Tensor) -> bool:
@@ -205,6 +208,11 @@ class ProcessRanks:
         """Return the fused all-reduce for rows like x, if the tensor ranks have mapped each other's
         memory."""
         return self.peers if self.peers is not None and self.peers.takes(x) else None
+
+    def half_sums(self, x: Tensor) -> HalfSums | None:
+        """Return the sums for a step in two halves, if rows like x are to be halved; the same on all
+        ranks."""
+        return None if self.peers is None else self.peers.half_sums(x)
 
     @exchange("the gathering from the tensor ranks")
     def gather(self, x: Tensor) -> Tensor:

@@ -43,8 +43,20 @@ typedef struct {
   int64_t limit_ns;  // limit of the wait for the others
   // pinned host memory, initially 0: set to 1 + the rank that did not arrive in time
   int* lost;
+  // of tridecode_add_copied: the other rank's rows, contiguous, and two words that become `arrival`
+  // once the first first_part rows, and the others, are complete; all in this rank's memory
+  const void* copied;
+  const void* arrived;
+  int arrival, first_part;
 } tridecode_all_reduce_task;
 int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream);
+
+// The same sum of two ranks whose rows copy engines exchange (add_copied.cu): each rank copies its
+// rows into the memory of the other with tridecode_copy_rows, then a word. to, word_to: in the
+// other's memory. word: in device memory.
+int tridecode_copy_rows(void* to, const void* rows, int64_t bytes, void* word_to, const void* word,
+                        void* stream);
+int tridecode_add_copied(const tridecode_all_reduce_task* task, void* stream);
 
 // Memory of a rank that others write to. These four functions allocate and synchronise. address:
 // receives the pointer; handle: 64 bytes, for tridecode_peer_open in another process of this host;

@@ -20,7 +20,8 @@ namespace {
 // the successor runs ahead of its wait, the kernel before one of these may still be running, so the
 // successor may read only constants.
 const char* const kReleasesFirst[] = {"norm",       "add_normed",       "quantize_rows",
-                                      "all_reduce", "early all_reduce", "spread_adapters_norm"};
+                                      "all_reduce", "early all_reduce", "spread_adapters_norm",
+                                      "add_copied"};
 // Kernels that read results of earlier kernels before their own wait: those of all but their direct
 // predecessor.
 const char* const kReadsAhead[] = {"decode_attention", "prefill_attention",    "add_adapters",

@@ -32,7 +32,8 @@ class RankPool:
     """`size` processes; a run uses one per rank. After a failure it starts new ones.
 
     notes: of each rank of the last run: {"in_flight": most plans in flight, counted on rank 0, "replays" and
-    "prompt_replays": of CUDA graphs of decode steps and of steps with prompts}.
+    "prompt_replays": of CUDA graphs of decode steps and of steps with prompts, "halved": sums of halves of
+    steps}.
     """
 
     def __init__(self, size: int):
@@ -196,6 +197,8 @@ def _run_rank(
     else:
         done = _generate(engine, notes, prompts, names, params)
         ranks.broadcast_plan(None)
+    copies = None if ranks.peers is None else ranks.peers.copies
+    notes["halved"] = 0 if copies is None else sum(copies.turns)
     notes["prompt_replays"] = 0 if engine.prompt_graphs is None else engine.prompt_graphs.replayed
     engine.close()
     ranks.close()

@@ -188,7 +188,9 @@ def top_bytes(config: EngineConfig, vocab_size: int) -> int:
 def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary() -> None:
     """LLaMA-3-8B: embedding and head of 128,256 x 4096 in 16 bit, logits, and counts of each row."""
     model = PRESETS["llama-3-8b"].model
-    config = resolve(replace(CONFIG, max_sequence_tokens=64, tensor_para_size=2), model, CPU)
+    config = resolve(
+        replace(CONFIG, max_sequence_tokens=64, max_step_tokens=8192, tensor_para_size=2), model, CPU
+    )
     shared = plan_rank(model, config, 1, 0, "cuda")
     whole = plan_rank(model, replace(config, enable_custom_all_reduce=False), 1, 0, "cuda")
     share = model.vocab_size // 2
@@ -197,6 +199,7 @@ def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary(
     assert whole.workspace - shared.workspace == config.slots * share * (4 + 2) + held
     peers = scratch.peer_bytes(2, config.max_step_tokens, 8192) + scratch.exchange_bytes(2, config.slots)
     peers += scratch.chain_exchange_bytes(2)
+    peers += scratch.copied_bytes(2, config.max_step_tokens, 8192)
     sampling = [scratch.sample_bytes(config.slots, ids) for ids in (share, model.vocab_size)]
     assert shared.scratch - whole.scratch == peers + sampling[0] - sampling[1]
 

@@ -1,19 +1,28 @@
-"""Sums over tensor ranks, fused with the next norm: every residual form gives the tokens of transformers."""
+"""Sums over tensor ranks, fused with the next norm, or of halves of a step: every residual form gives the
+tokens of transformers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
-from tests.backend.engine.thread_ranks import on_ranks
+from tests.backend.engine.thread_ranks import Meeting, ThreadRanks, on_ranks
 from tests.checkpoints import FAMILIES, save
+from tridecode.backend.engine.adapters.adapted_ops import AdaptedOps
+from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.models.context import Context
+from tridecode.backend.models.halves import half_sums
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.operands import Product
+from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference.operations import Reference
 
 NEW = 6
@@ -70,3 +79,36 @@ def test_products_of_one_launch_may_sum_over_the_ranks(family: str, tmp_path: Pa
     done, _ = on_ranks(tmp_path / "w", 2, 1, lambda offline: offline.generate(prompts, params), fuses=True)
     assert [generation.tokens for generation in done] == wanted
     assert set(asked) == {4}  # the last layer has no next one
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt"])
+def test_steps_in_halves_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    """Steps of prompts, and prompts with decoding rows; steps of one or two tokens are computed whole."""
+    model = FAMILIES[family](**FAMILIES[family].shared)
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
+    prompts = prompts_of([5, 2, 20, 13, 30], model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    params = SamplingParams(max_tokens=NEW)
+    done, engines = on_ranks(
+        tmp_path / "w", 2, 1, lambda offline: offline.generate(prompts, params), fuses=True, halves=3
+    )
+    assert [generation.tokens for generation in done] == wanted
+    for engine in engines:
+        rows = engine.ranks.halves.rows
+        assert 8 in rows and any(count % 2 for count in rows)  # whole steps, and halves that differ
+        assert sum(engine.ranks.sums.launched.values()) > 0
+
+
+def test_steps_with_adapters_are_not_halved() -> None:
+    """The operations that add adapters to GEMMs need the rows of the whole step."""
+    ranks = ThreadRanks(Meeting(2, 1), 0, fuses=True, halves=4)
+    numbers, starts = np.array([0, -1], np.int32), np.array([0, 5, 9], np.int32)
+    adapted = AdaptedOps(Reference(), numbers, starts, {0: {}}, torch.device("cpu"))
+    x = torch.zeros(9, 8)
+
+    def sums(ops: Ops) -> object:
+        return half_sums(Context(ops, ranks, None, None), x)  # type: ignore[arg-type]
+
+    assert sums(adapted) is None
+    assert sums(Reference()) is ranks.halves
+    assert half_sums(Context(Reference(), SingleRank(), None, None), x) is None  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ SIDE_STREAMS = {
     "backend/engine/device/file_weights.py": "copies from pinned memory, before the first step",
     "backend/engine/device/late_masks.py": "copies of masks; torch's write to their slots",
     "backend/engine/host_tier/store.py": "copies of blocks; torch's gather and sums; place_blocks",
+    "kernels/peer_sums.py": "copies of rows to the other tensor rank",
 }
 #: functions of torch.cuda that make a stream, or make one current
 OPENERS = {"Stream", "ExternalStream", "stream", "set_stream", "StreamContext"}

@@ -28,6 +28,12 @@ MODELS = {
     "gpt2": lambda: gpt2(head_size=64, heads=4, vocab=331),
     "llama": lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512),
 }
+#: with positions for long prompts
+HALVED = {
+    "bloom": MODELS["bloom"],
+    "gpt2": lambda: gpt2(head_size=64, heads=4, vocab=331, positions=1024),
+    "llama": lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512, positions=1024),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,24 @@ def test_two_ranks_give_the_fp32_tokens_of_transformers(make, pool: RankPool, tm
     answers = pool.run(tmp_path / "w", 2, 1, tmp_path / "meeting", prompts, **settings)
     wanted = [hf_greedy(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
     assert [tokens for tokens, _ in answers] == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_long_steps_are_halved_and_give_the_fp32_tokens_of_transformers(
+    family: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """13 prompts of 9,130 tokens: the first step is halved, the second one is not."""
+    model = HALVED[family]()
+    write(model, tmp_path)
+    lengths = [700, 650, 620, 510, 900, 800, 750, 640, 590, 720, 810, 560, 880]
+    prompts = prompts_of(lengths, model.config.vocab_size)
+    sizes = dict(max_step_tokens=8800, max_sequence_tokens=1000, max_sequences=16, cache_bytes=96 << 20)
+    answers = pool.run(
+        tmp_path / "w", 2, 1, tmp_path / "meeting", prompts, device="cuda", peers=True, **sizes
+    )
+    wanted = [hf_greedy(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
+    assert [tokens for tokens, _ in answers] == wanted
+    assert all(notes["halved"] > 0 for notes in pool.notes)
 
 
 def test_without_custom_all_reduce_a_library_sums_and_the_tokens_are_the_same(

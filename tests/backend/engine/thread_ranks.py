@@ -39,6 +39,7 @@ class Meeting:
         self.queues = {
             "to first": Queue(),
             **{(kind, rank): Queue() for kind in ("activations", "plans") for rank in range(self.world)},
+            **{("half", half, rank): Queue() for half in (0, 1) for rank in range(self.world)},
         }
         self.held: dict[object, list] = {"all": [None] * self.world}
         self.barriers = {"all": threading.Barrier(self.world)}
@@ -88,11 +89,37 @@ class ThreadSums:
             Reference().norm(total, norm, out=normed)
 
 
-class ThreadRanks:
-    """The interface of ProcessRanks. fuses: sums over ranks are fused with what comes after them."""
+class ThreadHalves:
+    """The interface of kernels.peer_sums.PeerCopies, of two ranks. rows: those of each summed half."""
 
-    def __init__(self, meeting: Meeting, rank: int, pipelined: bool = False, fuses: bool = False):
+    def __init__(self, ranks: ThreadRanks):
+        self.ranks, self.rows = ranks, []
+        self.mine: list[Tensor | None] = [None, None]
+
+    def send(self, half: int, partial: Tensor) -> None:
+        self.mine[half] = partial
+        self.ranks.meeting.queues["half", half, 1 - self.ranks.rank].put(partial.clone())
+
+    def add_rows(self, half: int, partial, biases, residual, norm, *, normed) -> None:
+        assert self.mine[half] is not None and self.mine[half].data_ptr() == partial.data_ptr()
+        theirs = self.ranks.meeting.queues["half", half, self.ranks.rank].get(timeout=_WAIT_S)
+        parts = [theirs, partial] if self.ranks.rank else [partial, theirs]
+        residual.copy_(sum(term.float() for term in [*parts, *biases, residual]).to(residual.dtype))
+        self.rows.append(len(partial))
+        if norm is not None:
+            Reference().norm(residual, norm, out=normed)
+
+
+class ThreadRanks:
+    """The interface of ProcessRanks. fuses: sums over ranks are fused with what comes after them. halves:
+    steps of at least this many tokens are computed in halves; 0: none.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, pipelined: bool = False, fuses: bool = False, halves: int = 0
+    ):
         self.sums = ThreadSums(self) if fuses else None
+        self.halves, self._least = ThreadHalves(self), halves
         self.meeting, self.rank = meeting, rank
         self.tensor_size, self.num_stages = meeting.tensor_size, meeting.num_stages
         self.tensor_rank, self.stage = rank % self.tensor_size, rank // self.tensor_size
@@ -104,6 +131,9 @@ class ThreadRanks:
 
     def row_sums(self, x: Tensor) -> ThreadSums | None:
         return self.sums
+
+    def half_sums(self, x: Tensor) -> ThreadHalves | None:
+        return self.halves if 0 < self._least <= x.shape[0] else None
 
     def raise_if_lost(self) -> None: ...
 
@@ -198,14 +228,15 @@ def on_ranks(
     use: Callable[[OfflineEngine], Result],
     pipelined: bool = False,
     fuses: bool = False,
+    halves: int = 0,
     host_fds: Sequence[int] = (),
     tokenizer_dir: Path | None = None,
     **settings,
 ) -> tuple[Result, list[Engine]]:
     """What `use` makes of an engine over tensor x stages ranks, and the ranks' engines.
 
-    pipelined: with a plan in flight for each stage. fuses: see ThreadRanks. host_fds: memory files of the
-    ranks' host tiers, where host_cache_bytes is set; new ones by default.
+    pipelined: with a plan in flight for each stage. fuses, halves: see ThreadRanks. host_fds: memory
+    files of the ranks' host tiers, where host_cache_bytes is set; new ones by default.
     """
     cpu, meeting = torch.device("cpu"), Meeting(tensor, stages)
     model = read_model_config(directory)
@@ -218,7 +249,7 @@ def on_ranks(
 
     def run(rank: int) -> None:
         try:
-            ranks = ThreadRanks(meeting, rank, pipelined, fuses)
+            ranks = ThreadRanks(meeting, rank, pipelined, fuses, halves)
             named = {"host_fd": host_fds[rank]} if host_fds else {}
             engines[rank] = load_engine(directory, model, resolve(config, model, cpu), ranks, cpu, **named)
             if rank > 0:
