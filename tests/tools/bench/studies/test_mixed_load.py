@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
-from tests.backend.engine.offline_models import offline_engine, prompts_of
-from tests.backend.hf_models import llama
+import pytest
+
+from tests.backend.engine.offline_models import prompts_of
+from tests.checkpoints import FAMILIES, save
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.engine.device import device_state
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.converters.adapters import write_targets
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.kernels.cpu import Cpu
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.studies import mixed_load
+from tridecode.tools.bench.studies.adapters import RandomAdapters
 
 
 def test_the_shares_are_those_of_the_case() -> None:
@@ -19,10 +31,25 @@ def test_the_shares_are_those_of_the_case() -> None:
     assert not any(adapters) and all(one.top_log_probs == -1 for one in params)
 
 
-def test_a_load_with_log_probs_runs_to_its_end() -> None:
-    model = llama(positions=512)
-    offline = offline_engine(model, "cpu", keep_logits=False, max_sequences=4, max_step_tokens=256)
-    prompts = prompts_of([30, 5, 60, 9, 20, 7], model.config.vocab_size)
-    assert math.isfinite(
-        mixed_load.load_ms(LoopRunner(offline.engine), prompts, [5, 9, 3, 7, 4, 6], (0.5, 0.0))
-    )
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopRunner]:
+    """A runner of a tiny model whose adapters are random and held in the kernels' tables."""
+    monkeypatch.setattr(Cpu, "fuses_adapters", True)
+    monkeypatch.setattr(device_state, "fits", lambda linears: True)
+    planned = plan_conversion(open_checkpoint(save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)))
+    planned.write(tmp_path / "weights")
+    write_targets(tmp_path / "weights", planned)
+    config = EngineConfig(max_sequences=4, block_tokens=8, cache_bytes=1 << 20, lora_path=str(tmp_path))
+    engine = OfflineEngine.load(tmp_path / "weights", config).engine
+    state = engine.state
+    state.adapters = RandomAdapters(state.adapters.place, config.max_loras, 4, state.adapter_tables)
+    yield LoopRunner(engine)
+    engine.close()
+
+
+def test_more_loads_run_than_there_are_slots_for_their_adapters(runner: LoopRunner) -> None:
+    prompts = prompts_of([5, 9, 7, 3] * 8, runner.engine.model_config.vocab_size)
+    names = mixed_load.fields_of(len(prompts), 0.5, 0.5)[1]
+    assert len(set(names) - {""}) > runner.engine.config.max_loras / 2
+    for shares in [(0.5, 0.5), (0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (0.0, 0.5)]:
+        assert math.isfinite(mixed_load.load_ms(runner, prompts, [3] * len(prompts), shares))
