@@ -69,6 +69,8 @@ OURS = {
     "rotate_and_round_whole": ATTENTION,
     "sample": SAMPLING,
     "soft_cap": OTHER,
+    "spread_adapters": OTHER,
+    "spread_adapters_norm": OTHER,
     "top_log_probs": SAMPLING,
 }
 #: beginnings of the names of cuBLAS's kernels and NCCL's
