@@ -130,10 +130,11 @@ class EightBit(WeightKind):
         return (call.out_float32 or aligned(call.out)) and (residual is None or aligned(residual))
 
     def _gemm(self, weight: QuantizedWeight, call: Call) -> Gemm:
+        """Return the description by which the tables choose."""
         (outputs, inputs), heads = weight.shape, call.heads
         rope = None if heads is None else heads.rope
         return Gemm(
-            call.tokens,
+            call.x.shape[0],
             inputs,
             outputs,
             call.epilogue,

@@ -93,8 +93,8 @@ def calls_of(run: Callable[[], object]) -> int:
     [
         ("", "", 16, "gemm_sm90", 38),
         ("", "", 512, "gemm_library", 59),
-        ("int8", "int8", 512, "gemm_sm90", 40),
-        ("int8", "", 16, "gemm_sm90", 47),
+        ("int8", "int8", 512, "gemm_sm90", 39),
+        ("int8", "", 16, "gemm_sm90", 46),
         ("int4", "", 16, "gemm_int4", 43),
         ("int4", "", 512, "gemm_expanded", 80),
     ],

@@ -51,6 +51,11 @@ class SchedulerLimits:
     late_masks: bool = False
     draft_rows: int = 0
 
+    @property
+    def rows(self) -> int:
+        """Return the most rows of a step, in which each token of a sequence takes one."""
+        return self.draft_rows or self.max_sequences
+
 
 @dataclass
 class Counters:

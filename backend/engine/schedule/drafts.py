@@ -227,7 +227,7 @@ class DraftPlanner:
     ) -> list[int]:
         """Return how many drafts of each of these rows the drafter computes behind a step; let it read what
         it has missed before. may: whether the next step may verify drafts."""
-        budget = (self._limits.draft_rows or self._limits.max_sequences) - len(rows)
+        budget = self._limits.rows - len(rows)
         if not (may and budget > 0 and learning.may_draft(len(rows))):
             return learning.plan_ahead(sequences, [0] * len(rows), False)
         mosts = [self._most_ahead(learning, one, budget) for one in sequences]

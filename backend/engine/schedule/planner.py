@@ -215,8 +215,7 @@ class Planner:
         if beams or limits.long_prompt_tokens or (chunks and drafts.learning is not None):
             return 0
         tokens = rows + sum(chunk.num_tokens for chunk in chunks)
-        most = limits.draft_rows or limits.max_sequences
-        return min(most - rows - len(chunks), limits.max_step_tokens - tokens)
+        return min(limits.rows - rows - len(chunks), limits.max_step_tokens - tokens)
 
     def _recompute_outgrown(self) -> None:
         """Preempt the sequences whose next token is the first beyond long_prompt_tokens."""

@@ -28,8 +28,8 @@ template <typename X, int ITEMS>
 __global__ void __launch_bounds__(kThreads, ITEMS == 1 ? 3 : 1)
     add_copied_rows(const __grid_constant__ Rows rows) {
   constexpr int N = Unit<X>::kNumbers;
-  constexpr bool kAhead =
-      false;  // the norm's constants, from the L2 cache, take no registers before
+  // The norm's constants are loaded late, from the L2 cache, so that they take no registers before.
+  constexpr bool kAhead = false;
   const auto& task = rows.task;
   __shared__ float shared[2][32];
   let_successor_start();

@@ -65,12 +65,11 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   Unit<X> mine[ITEMS];
   each_item([&](int i, int c) { mine[i].load(task.partial, row * task.partial_stride + c); });
   each_item([&](int i, int c) {
-    uint4& words = mine[i].words;
-    words.x = words.x == kEmpty ? 0 : words.x, words.y = words.y == kEmpty ? 0 : words.y;
-    words.z = words.z == kEmpty ? 0 : words.z, words.w = words.w == kEmpty ? 0 : words.w;
+    mine[i].fill_empty();
 #pragma unroll
     for (int peer = 0; peer < RANKS; ++peer)
-      if (peer < task.ranks && peer != task.rank) store_system(place(peer, task.rank, c), words);
+      if (peer < task.ranks && peer != task.rank)
+        store_system(place(peer, task.rank, c), mine[i].words);
   });
 
   std::conditional_t<RANKS == 2, RowPatience, SharedPatience> patience{rows};
