@@ -70,6 +70,15 @@ def sum64(x: Tensor, table: AdapterTable, slots: list[int], product: Tensor) -> 
     return total
 
 
+def activated64(x: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if activation in GATES:
+        gates, values = x.chunk(2, dim=1)
+        x = GATES[activation](gates) * values
+    else:
+        x = ACTIVATIONS[activation](x)
+    return x if residual is None else x + residual.double().cpu()
+
+
 def random_slots(place: Place, rows: int, every: bool = False) -> list[int]:
     drawn = torch.randint(0 if every else -1, SLOTS, (rows,), generator=place.generator)
     return drawn.tolist()
@@ -117,14 +126,7 @@ def test_activations_and_residuals_follow(place: Place, columns, activation, res
     place.ops.add_adapters(
         x, table, make_slots(place, slots), product=product, activation=activation, residual=added, out=out
     )
-    wanted = sum64(x, table, slots, product)
-    if activation in GATES:
-        wanted = GATES[activation](wanted[:, :columns]) * wanted[:, columns:]
-    else:
-        wanted = ACTIVATIONS[activation](wanted)
-    if added is not None:
-        wanted = wanted + added.double().cpu()
-    assert_close("linear", out, wanted)
+    assert_close("linear", out, activated64(sum64(x, table, slots, product), activation, added))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,41 +171,57 @@ def room(
     return NextSums(table, torch.full(sizes, float("nan"), device=place.device))
 
 
-def check_next(place: Place, x: Tensor, following: NextSums, slots: list[int]) -> None:
-    """Compare the next GEMM's result with float64. x: its input; `following` has the sums of x."""
-    outputs = next(iter(following.table.pairs.values()))[1].shape[1]
-    product = place.normal(len(x), outputs, dtype=x.dtype)
-    out = product.clone()
-    place.settle()
-    batch = make_slots(place, slots)
-    place.ops.add_adapters(x, following.table, batch, product=out, sums=following.sums, out=out)
-    assert_close("linear", out, sum64(x, following.table, slots, product))
+class TwoGemms:
+    """Two GEMMs with adapters: the operation after the first computes the sums of the second. x (rows,
+    inputs): the input of the first; product: its result; columns: inputs of the second."""
+
+    def __init__(
+        self, place: Place, ranks: dict[int, int], next_ranks: dict[int, int], rows: int, inputs: int,
+        columns: int, dtype, *, normed: bool = False, gated: bool = False,
+    ):  # fmt: skip
+        outputs = 2 * columns if gated else columns
+        self.place, self.table = place, make_table(place, ranks, inputs, outputs, dtype, blocks=2)
+        after = make_table(place, next_ranks, columns, 264, dtype)
+        self.following = room(place, after, rows, columns, normed=normed, gated=gated)
+        self.slots = random_slots(place, rows)
+        self.x = place.normal(rows, inputs, dtype=dtype)
+        self.product = place.normal(rows, outputs, dtype=dtype)
+
+    def run(self, given: int, **fields) -> None:
+        """Run the operation after the first GEMM. given: parts of the sums of x; 0: the operation computes
+        them."""
+        sums = sums_of(self.x, self.table, self.slots, given) if given else None
+        slots = make_slots(self.place, self.slots)
+        self.place.settle()
+        self.place.ops.add_adapters(self.x, self.table, slots, sums=sums, next_sums=self.following, **fields)
+
+    def wanted(self) -> Tensor:
+        """Return the first GEMM's result with its adapters, in float64."""
+        return sum64(self.x, self.table, self.slots, self.product)
+
+    def check_next(self, x: Tensor) -> None:
+        """Compare the second GEMM's result with float64. x: its input."""
+        place, table = self.place, self.following.table
+        product = place.normal(len(x), 264, dtype=x.dtype)
+        out, slots = product.clone(), make_slots(place, self.slots)
+        place.settle()
+        place.ops.add_adapters(x, table, slots, product=out, sums=self.following.sums, out=out)
+        assert_close("linear", out, sum64(x, table, self.slots, product))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(("columns", "given"), [(40, 0), (1000, 9), (4096, 0), (4096, 14), (8192, 1)])
 def test_a_norm_computes_the_sums_of_the_next_gemm(place: Place, columns, given, kind, dtype) -> None:
-    """given: parts of the sums of x; 0: the operation computes them."""
-    rows, inputs = 19, 520
-    table = make_table(place, {0: 16, 2: 130, 3: 40}, inputs, columns, dtype, blocks=2)
-    following = room(
-        place, make_table(place, {0: 48, 1: 5, 3: 200}, columns, 264, dtype), rows, columns,
-        normed=True, gated=False,
-    )  # fmt: skip
-    slots = random_slots(place, rows)
-    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, columns, dtype=dtype)
+    rows, ranks, next_ranks = 19, {0: 16, 2: 130, 3: 40}, {0: 48, 1: 5, 3: 200}
+    gemms = TwoGemms(place, ranks, next_ranks, rows, 520, columns, dtype, normed=True)
     bias = None if kind == "rms" else place.normal(columns, dtype=dtype)
     norm = Norm(place.normal(columns, dtype=dtype) + 1, bias, 1e-5)
-    out, normed = product.clone(), place.poison(rows, columns, dtype=dtype)
-    place.settle()
-    place.ops.add_adapters(
-        x, table, make_slots(place, slots), product=out, norm=norm, normed=normed,
-        sums=sums_of(x, table, slots, given) if given else None, next_sums=following, out=out,
-    )  # fmt: skip
-    assert_close("linear", out, sum64(x, table, slots, product))
+    out, normed = gemms.product.clone(), place.poison(rows, columns, dtype=dtype)
+    gemms.run(given, product=out, norm=norm, normed=normed, out=out)
+    assert_close("linear", out, gemms.wanted())
     assert_close("norm", normed, norm64(out, norm))
-    check_next(place, normed, following, slots)
+    gemms.check_next(normed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,31 +233,13 @@ def test_an_activation_computes_the_sums_of_the_next_gemm(
 ) -> None:
     if place.device.type == "cpu" and columns > 72:
         columns = 128
-    rows, inputs, gated = 13, 136, activation in GATES
-    outputs = 2 * columns if gated else columns
-    table = make_table(place, {0: 32, 1: 3, 2: 144}, inputs, outputs, dtype, blocks=2)
-    following = room(
-        place, make_table(place, {0: 16, 2: 64, 3: 7}, columns, 264, dtype), rows, columns,
-        normed=False, gated=gated,
-    )  # fmt: skip
-    slots = random_slots(place, rows)
-    x, product = place.normal(rows, inputs, dtype=dtype), place.normal(rows, outputs, dtype=dtype)
+    rows, ranks, next_ranks = 13, {0: 32, 1: 3, 2: 144}, {0: 16, 2: 64, 3: 7}
+    gemms = TwoGemms(place, ranks, next_ranks, rows, 136, columns, dtype, gated=activation in GATES)
     added = place.normal(rows, columns, dtype=dtype) if residual else None
     out = place.poison(rows, columns, dtype=dtype)
-    place.settle()
-    place.ops.add_adapters(
-        x, table, make_slots(place, slots), product=product, activation=activation, residual=added,
-        sums=sums_of(x, table, slots, given), next_sums=following, out=out,
-    )  # fmt: skip
-    wanted = sum64(x, table, slots, product)
-    if gated:
-        wanted = GATES[activation](wanted[:, :columns]) * wanted[:, columns:]
-    else:
-        wanted = ACTIVATIONS[activation](wanted)
-    if added is not None:
-        wanted = wanted + added.double().cpu()
-    assert_close("linear", out, wanted)
-    check_next(place, out, following, slots)
+    gemms.run(given, product=gemms.product, activation=activation, residual=added, out=out)
+    assert_close("linear", out, activated64(gemms.wanted(), activation, added))
+    gemms.check_next(out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
