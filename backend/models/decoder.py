@@ -185,9 +185,7 @@ class Decoder:
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """Compute x += attention(norm(x)), then x += mlp(norm(x)), layer by layer."""
-        # quantised matrices would be dequantised once for each half
-        can_halve = bool(self.layers) and isinstance(self.layers[0].up.weight, Tensor)
-        halved = half_sums(context, x) if can_halve else None
+        halved = half_sums(context, x, self.layers)
         if halved is not None:
             sequential_in_halves(context, x, self.layers, self.heads, activation, caches, halved)
             return

@@ -14,9 +14,14 @@ from tridecode.backend.models.layers import attention
 from tridecode.kernels.operands import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
-def half_sums(context: Context, x: Tensor) -> HalfSums | None:
-    """Return the sums over the ranks with which to compute this step in halves; None: compute it whole."""
+def half_sums(context: Context, x: Tensor, layers: Sequence[DecoderLayer]) -> HalfSums | None:
+    """Return the sums over the ranks with which to compute these layers in halves; None: compute the step
+    whole. Layers with quantised matrices are not halved: it was not measured, and some GEMMs would
+    dequantise them once for each half.
+    """
     if context.ranks.tensor_size == 1 or not context.ops.splits_steps:
+        return None
+    if not layers or not isinstance(layers[0].up.weight, Tensor):
         return None
     return context.ranks.half_sums(x)
 

@@ -21,7 +21,8 @@ from tridecode.backend.models.halves import half_sums
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.kernels.operands import Product
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.operands import DecoderLayer, Linear, Norm, Product
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference.operations import Reference
 
@@ -99,16 +100,24 @@ def test_steps_in_halves_give_the_tokens_of_transformers(family: str, tmp_path: 
         assert sum(engine.ranks.sums.launched.values()) > 0
 
 
-def test_steps_with_adapters_are_not_halved() -> None:
+def layer_of(weight: torch.Tensor | QuantizedWeight) -> DecoderLayer:
+    norm, linear = Norm(torch.ones(8), None, 1e-5), Linear(weight)
+    return DecoderLayer(norm, linear, linear, norm, linear, linear)
+
+
+def test_steps_with_adapters_or_quantised_matrices_are_not_halved() -> None:
     """The operations that add adapters to GEMMs need the rows of the whole step."""
     ranks = ThreadRanks(Meeting(2, 1), 0, fuses=True, halves=4)
     numbers, starts = np.array([0, -1], np.int32), np.array([0, 5, 9], np.int32)
     adapted = AdaptedOps(Reference(), numbers, starts, {0: {}}, torch.device("cpu"))
-    x = torch.zeros(9, 8)
+    x, plain = torch.zeros(9, 8), layer_of(torch.zeros(8, 8))
+    int8 = layer_of(QuantizedWeight("int8", 8, torch.zeros(8, 8, dtype=torch.int8), torch.ones(8, 1)))
 
-    def sums(ops: Ops) -> object:
-        return half_sums(Context(ops, ranks, None, None), x)  # type: ignore[arg-type]
+    def sums(ops: Ops, ranks: ThreadRanks | SingleRank, layers: list[DecoderLayer]) -> object:
+        return half_sums(Context(ops, ranks, None, None), x, layers)  # type: ignore[arg-type]
 
-    assert sums(adapted) is None
-    assert sums(Reference()) is ranks.halves
-    assert half_sums(Context(Reference(), SingleRank(), None, None), x) is None  # type: ignore[arg-type]
+    assert sums(Reference(), ranks, [plain]) is ranks.halves
+    assert sums(Reference(), SingleRank(), [plain]) is None
+    assert sums(adapted, ranks, [plain]) is None
+    assert sums(Reference(), ranks, [int8]) is None
+    assert sums(Reference(), ranks, []) is None  # a pipeline stage without layers
