@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -47,16 +47,24 @@ class RandomAdapters(AdapterStore):
         self._rank = rank
 
     def read(self, name: str) -> Lora:
-        """Return the adapter of this name, the same in every run."""
+        """Return the adapter of this name, the same in every run. Matrices of one shape have the same pair,
+        because it takes seconds to draw a pair for each.
+        """
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        names = [name for names in self.place.linears for name in names]
-        return Lora({name: self._pair(name, generator) for name in names})
+        pair = cache(partial(self._pair, generator))
+        shapes = {name: self._shape(name) for names in self.place.linears for name in names}
+        return Lora({name: pair(*shape) for name, shape in shapes.items()})
 
-    def _pair(self, name: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a and b of one matrix, with separate ranks for each of its sections."""
+    def _shape(self, name: str) -> tuple[int, tuple[int, ...]]:
+        """Return the inputs of a matrix, and the outputs of each of its sections."""
         spec = self.place.specs[f"{name}.weight"]
         inputs, outputs = spec.shape
-        sections = spec.sections if spec.axis == 1 and spec.sections else (outputs,)
+        return inputs, tuple(spec.sections if spec.axis == 1 and spec.sections else (outputs,))
+
+    def _pair(
+        self, generator: torch.Generator, inputs: int, sections: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a and b of one matrix, with separate ranks for each of its sections."""
         parts = [torch.randn(size, self._rank, generator=generator) * _SCALE for size in sections]
         a = torch.randn(self._rank * len(sections), inputs, generator=generator) * _SCALE
         return a, torch.block_diag(*parts)

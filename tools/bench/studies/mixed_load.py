@@ -1,7 +1,7 @@
 """Measures what a few requests with log-probs and adapters cost all requests of a load of chats.
 
     python -m tridecode.tools.bench.studies.mixed_load [--preset llama-3-8b] [--quantization int8]
-        [--requests 200] [--rows 64] [--repeats 3] [--output FILE]
+        [--case both ...] [--requests 200] [--rows 64] [--repeats 3] [--output FILE]
 
 All requests are sent at once, and `rows` of them run at a time; lengths are those of `bench mix`. 2 % of the
 requests want the 20 most likely tokens, 10 % have one of eight adapters of rank 16 with random weights, which
@@ -29,6 +29,7 @@ from tridecode.tools.bench.studies.pairs import Pairs, study_parser
 _PLAIN = SamplingParams(top_k=0, seed=7)
 _LOG_PROBS, _ADAPTERS = 0.02, 0.1  # shares of the requests
 _NUM_ADAPTERS, _RANK = 8, 16
+_WARM_UP_TOKENS = 8
 
 #: name of a case -> share of requests with log-probs, and with an adapter
 CASES = {
@@ -57,10 +58,18 @@ def load_ms(
     return 1000 * runner.generate(prompts, outputs, adapters=adapters)
 
 
+def warm_up(runner: LoopRunner, prompts: Sequence[Sequence[int]]) -> None:
+    """Load all adapters, and run a few steps with and without each field."""
+    runner.params = [with_fields(_PLAIN, top_log_probs=20), _PLAIN] * _NUM_ADAPTERS
+    names = [str(number) for number in range(_NUM_ADAPTERS)]
+    runner.generate(prompts[: 2 * _NUM_ADAPTERS], _WARM_UP_TOKENS, adapters=[*names, *[""] * _NUM_ADAPTERS])
+
+
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--quantization", default="")
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     arguments = parser.parse_args()
     job = make_job(
         arguments.preset, None, None,
@@ -75,8 +84,9 @@ def main() -> None:
         engine.state.adapters = store
         runner = LoopRunner(engine)
         prompts, outputs = mix_requests(engine.model_config.vocab_size, arguments.requests)
-        for name, shares in CASES.items():
-            load_ms(runner, prompts, outputs, shares)  # loads the adapters and warms up
+        warm_up(runner, prompts)
+        for name in arguments.case:
+            shares = CASES[name]
             found.compare(
                 {"case": name},
                 partial(load_ms, runner, prompts, outputs, (0.0, 0.0)),

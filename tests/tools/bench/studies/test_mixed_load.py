@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.backend.engine.offline_models import prompts_of
 from tests.checkpoints import FAMILIES, save
@@ -47,9 +48,21 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopRunn
     engine.close()
 
 
+def test_matrices_of_one_shape_share_a_pair_and_adapters_do_not(runner: LoopRunner) -> None:
+    store = runner.engine.state.adapters
+    one, again, other = store.read("one").pairs, store.read("one").pairs, store.read("other").pairs
+    assert set(one) == {name for names in store.place.linears for name in names}
+    for name, (a, b) in one.items():
+        assert (a.shape[1], b.shape[0]) == store.place.specs[f"{name}.weight"].shape
+        assert torch.equal(a, again[name][0]) and not torch.equal(a, other[name][0])
+    assert len({id(a) for a, _ in one.values()}) == 4 < len(one)  # qkv, dense, up and down of every layer
+
+
 def test_more_loads_run_than_there_are_slots_for_their_adapters(runner: LoopRunner) -> None:
     prompts = prompts_of([5, 9, 7, 3] * 8, runner.engine.model_config.vocab_size)
     names = mixed_load.fields_of(len(prompts), 0.5, 0.5)[1]
     assert len(set(names) - {""}) > runner.engine.config.max_loras / 2
+    mixed_load.warm_up(runner, prompts)
+    assert [len(times) for times in runner.take_run().token_times] == [8] * 16
     for shares in [(0.5, 0.5), (0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (0.0, 0.5)]:
         assert math.isfinite(mixed_load.load_ms(runner, prompts, [3] * len(prompts), shares))
