@@ -65,6 +65,8 @@ LISTED = {
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.tools\.bench\.studies\.ranks ": "needs several GPUs and takes minutes",
+    r"(CUDA_VISIBLE_DEVICES=0 )?python -m tridecode\.tools\.bench\.published ":
+        "needs GPUs: tests/tools/bench/test_published.py runs it with a small model",
     r"python -m tridecode\.tools\.bench\.studies\.floors": "reads results: test_floors.py runs it",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
     r"(PYTHONPATH=\$PWD )?python (tools/)?(gpt/)?(identity_test|end_to_end_test|issue_request|evaluate_)":
