@@ -81,10 +81,14 @@ def run(folder: Path, names: list[str], job_s: float) -> list[str]:
         home.mkdir(parents=True, exist_ok=True)
         process = multiprocessing.get_context("fork").Process(target=_bench, args=(name, home))
         process.start()
-        process.join(job_s)
-        if process.is_alive():  # with its other ranks, which are in its group
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
+        group = process.pid or 0
+        os.setpgid(group, group)  # with the job's other ranks
+        try:
+            process.join(job_s)
+        finally:
+            if process.is_alive():
+                os.killpg(group, signal.SIGKILL)
+                process.join()
         seconds = time.monotonic() - started
         cards = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         noted = {"status": process.exitcode, "seconds": round(seconds, 1), "cards": cards}
@@ -96,8 +100,7 @@ def run(folder: Path, names: list[str], job_s: float) -> list[str]:
 
 
 def _bench(name: str, home: Path) -> None:
-    """Run `tridecode bench` in this process, with a process group and output files of its own."""
-    os.setsid()
+    """Run `tridecode bench` in this process; its output goes to a file."""
     log = os.open(home / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -123,7 +126,7 @@ def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 def _line(home: Path) -> list[str]:
     """Return each row in short: the steady step and the first tokens, or the load's tokens per second."""
     return [
-        f"{row['batch']}: {row['steady_step_ms']:.3f}, {row['first_token_ms']:.0f}"
+        f"{row['batch']}: {row.get('steady_step_ms', row['step_ms']):.3f}, {row['first_token_ms']:.0f}"
         if "batch" in row
         else f"{row['tokens_per_s']:.0f} tokens/s"
         for row in _rows(_report(home))
@@ -172,6 +175,7 @@ def main() -> None:
     if unknown := set(arguments.jobs) - set(JOBS):
         parser.error(f"no job {', '.join(sorted(unknown))}; wanted one of {', '.join(JOBS)}")
     spin_briefly(os.environ)  # before torch is loaded
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the job in flight too
     sys.exit(bool(run(arguments.folder, arguments.jobs or list(JOBS), arguments.job_s)))
 
 
