@@ -1,6 +1,6 @@
 """Measures the published figures, each in its own process, and collects them in one file.
 
-    python -m tridecode.tools.bench.published run FOLDER [--job-s SECONDS] [JOB ...]
+    python -m tridecode.tools.bench.published run FOLDER [--only JOB ...] [--job-s SECONDS]
     python -m tridecode.tools.bench.published collect FOLDER FILE --commit COMMIT
 
 `run` runs `tridecode bench` for each job, all by default, and writes its report, its output and its seconds
@@ -164,7 +164,7 @@ def main() -> None:
     for command in (running, collecting):
         command.add_argument("folder", type=Path)
     running.add_argument("--job-s", type=float, default=600.0, help="seconds after which a job is killed")
-    running.add_argument("jobs", nargs="*", metavar="JOB", help=f"of {', '.join(JOBS)}")
+    running.add_argument("--only", nargs="+", metavar="JOB", default=list(JOBS), help=f"of {', '.join(JOBS)}")
     collecting.add_argument("file", type=Path)
     collecting.add_argument("--commit", required=True, help="of the measured tree")
     arguments = parser.parse_args()
@@ -172,11 +172,11 @@ def main() -> None:
         report = collect(arguments.folder, arguments.commit)
         arguments.file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return
-    if unknown := set(arguments.jobs) - set(JOBS):
+    if unknown := set(arguments.only) - set(JOBS):
         parser.error(f"no job {', '.join(sorted(unknown))}; wanted one of {', '.join(JOBS)}")
     spin_briefly(os.environ)  # before torch is loaded
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the job in flight too
-    sys.exit(bool(run(arguments.folder, arguments.jobs or list(JOBS), arguments.job_s)))
+    sys.exit(bool(run(arguments.folder, arguments.only, arguments.job_s)))
 
 
 if __name__ == "__main__":

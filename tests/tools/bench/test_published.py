@@ -51,6 +51,23 @@ def test_jobs_are_collected_without_those_that_fail_or_hang(tmp_path: Path, monk
         assert row == {key: given[key] for key in row} and row["steady_step_ms"] > 0
 
 
+def test_the_commands_take_a_folder_and_jobs(tmp_path: Path, monkeypatch, capsys) -> None:
+    def command(*arguments: str) -> object:
+        monkeypatch.setattr("sys.argv", ["published", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            published.main()
+        return ended.value.code
+
+    monkeypatch.setattr("signal.signal", lambda *given: None)
+    ran = []
+    monkeypatch.setattr(published, "run", lambda *given: ran.append(given) or ["gpt2"])
+    assert command("run", str(tmp_path), "--only", "gpt2", "chats", "--job-s", "9") == 1
+    assert command("run", str(tmp_path)) == 1
+    assert ran == [(tmp_path, ["gpt2", "chats"], 9.0), (tmp_path, list(published.JOBS), 600.0)]
+    assert command("run", str(tmp_path), "--only", "gpt3") == 2
+    assert "no job gpt3" in capsys.readouterr().err
+
+
 def test_the_figures_of_a_load_are_collected(tmp_path: Path) -> None:
     load = {"requests": 3, "tokens_per_s": 12.5, "decode_step_ms": None, "all_seconds": [1.0]}
     write_report(tmp_path / "chats", "H200", {"workload": load})
