@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tridecode.kernels.adapters.launch import Sum, add_adapters
-from tridecode.kernels.adapters.operation import NextSums
+from tridecode.kernels.adapters.cuda import CudaAdapters
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
@@ -25,8 +24,6 @@ from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
 from tridecode.kernels.operands import (
     FEW_TOKENS,
     MOST_QUERIES,
-    AdapterSlots,
-    AdapterTable,
     Batch,
     CacheLayer,
     Heads,
@@ -41,7 +38,7 @@ from tridecode.kernels.scratch import arena_bytes, expanded_bytes
 from tridecode.kernels.top_log_probs import TopRows
 
 
-class Cuda:
+class Cuda(CudaAdapters):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
@@ -138,24 +135,6 @@ class Cuda:
         out: Tensor,
     ) -> None:
         self.gemms.project_qkv(Call(x, linear, out, norm), heads, batch, cache)
-
-    def add_adapters(
-        self,
-        x: Tensor,
-        table: AdapterTable,
-        adapters: AdapterSlots,
-        *,
-        product: Tensor,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-        normed: Tensor | None = None,
-        sums: Tensor | None = None,
-        next_sums: NextSums | None = None,
-        out: Tensor,
-    ) -> None:
-        made = Sum(x, table, product, activation, residual, norm, normed, sums, next_sums, out)
-        add_adapters(self.gpu, adapters, made)
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         self.gemms.finish_qkv(qkv, heads, batch, cache)

@@ -139,12 +139,17 @@ class AdapterTable:
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """The LoRA adapters of a step's tokens. slots: (T,) int32, the slot of each token, -1 for none. order:
-    (T,) int32, the order in which Ops.add_adapters computes rows, rows with adapters first; None: any.
+    """The LoRA adapters of a step's tokens.
+
+    slots: (T,) int32, the slot of each token, -1 for none. order: (T,) int32, the order in which
+    Ops.add_adapters computes rows: those with adapters first, by slot; None: any. groups: (G, 2) int32, each
+    slot of the tokens and where its rows begin in order, then -1 and the number of rows with an adapter in
+    all further lines; None: not known.
     """
 
     slots: Tensor
     order: Tensor | None = None
+    groups: Tensor | None = None
 
     def of(self, tokens: slice) -> AdapterSlots:
         """Return the adapters of a range of the tokens."""

@@ -112,7 +112,7 @@ class Sum:
             x_stride=x.stride(0),
             residual_stride=0 if residual is None else residual.stride(0),
             normed_stride=0 if self.normed is None else self.normed.stride(0),
-            pair_stride=_stride(self.table),
+            pair_stride=pair_stride(self.table),
             norm_eps=0.0 if norm is None else norm.eps,
             tokens=x.shape[0],
             inputs=x.shape[1],
@@ -133,7 +133,7 @@ class Sum:
         if following is not None:
             found |= dict(
                 next_pairs=following.table.entries.data_ptr(),
-                next_pair_stride=_stride(following.table),
+                next_pair_stride=pair_stride(following.table),
                 next_sums=following.sums.data_ptr(),
                 next_ranks=following.sums.shape[2],
             )
@@ -152,14 +152,17 @@ def add_adapters(gpu: Gpu, adapters: AdapterSlots, made: Sum) -> None:
     if tokens == 0:
         return
     rows = dict(slots=slots.data_ptr(), rows=pointer(order))
+    groups = adapters.groups
     if made.sums is not None or made.next_sums is not None:
-        gpu.library.spread_adapters(gpu.stream, **rows, **made.fields(), **made.sum_fields())
+        num_adapted = 0 if order is None or groups is None else groups[-1:, 1].data_ptr()
+        fields = made.fields() | made.sum_fields()
+        gpu.library.spread_adapters(gpu.stream, **rows, **fields, num_adapted=num_adapted)
     else:
         blocks = _blocks(made.out.shape[1], made.activation, made.norm)
         gpu.library.add_adapters(gpu.stream, **rows, **made.fields(), blocks=blocks)
 
 
-def _stride(table: AdapterTable) -> int:
+def pair_stride(table: AdapterTable) -> int:
     """Return the entries between two slots of a table."""
     return table.entries.stride(0) // table.entries.shape[1]
 

@@ -7,7 +7,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tridecode.kernels.operands import AdapterSlots, AdapterTable, Norm
+from tridecode.kernels.operands import (
+    AdapterSlots,
+    AdapterTable,
+    Batch,
+    CacheLayer,
+    Heads,
+    Linear,
+    Norm,
+)
 
 #: inputs and outputs of a GEMM with adapters are multiples of this, for vector loads
 ADAPTER_VECTOR = 8
@@ -15,6 +23,8 @@ ADAPTER_VECTOR = 8
 MOST_NORMED_COLUMNS, MOST_ADAPTED_COLUMNS = 8192, 65536
 #: maximum ranks whose sums an operation may pass to the next one
 MOST_SUMMED_RANKS = 256
+#: epilogues load the sums of this many ranks at once
+SUM_VECTOR = 4
 
 
 @dataclass(frozen=True)
@@ -77,4 +87,57 @@ class AdapterOps(Protocol):
         those of normed or, without a norm, of out; only with a norm or with sums. in, O and O / 2 are
         multiples of ADAPTER_VECTOR. Source: Hu et al. 2021. Agrees with peft's layers.
         """
+        ...
+
+    def adapter_sums(
+        self,
+        x: Tensor,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        *,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return sums of norm(x) for linear_with_adapters, (T, 1, R) float32; normed = norm(x).
+
+        For steps in which many rows have an adapter. Returns None, with nothing done, if no kernel computes
+        them. norm and normed (T, in) X are given together.
+        """
+        ...
+
+    def linear_with_adapters(
+        self,
+        x: Tensor,
+        linear: Linear,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        sums: Tensor,
+        *,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> bool:
+        """out = activation(x @ weight.T + bias + x @ a.T @ b) + residual.
+
+        The GEMM's epilogue adds the adapters. Returns False, with nothing done, if no kernel does so:
+        `linear` and `add_adapters` compute the same. sums: (T, P, R) float32, those of x, from the call whose
+        result is x (NextSums). Other arguments as those of `linear` and add_adapters. On a GPU x @ a.T is
+        rounded to X.
+        """
+        ...
+
+    def project_qkv_with_adapters(
+        self,
+        x: Tensor,
+        linear: Linear,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        sums: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+    ) -> bool:
+        """Compute `project_qkv` of an x that is normalised, with adapters, like linear_with_adapters."""
         ...

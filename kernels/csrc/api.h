@@ -6,6 +6,7 @@
 // synchronises, so that each may be captured in a CUDA graph. kernels/ops.py defines shapes and
 // meanings; the Python side has checked them.
 #pragma once
+#include "api/adapted_gemm.h"
 #include "api/adapters.h"
 #include "api/attention.h"
 #include "api/base.h"

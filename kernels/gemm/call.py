@@ -30,7 +30,8 @@ class Call(NamedTuple):
     """out = activation(norm(x) @ weight^T + bias) + residual, arguments as those of kernels.ops.Ops.linear.
 
     heads, head_fields: set for a query, key and value projection, whose epilogue may rotate the heads and
-    write keys and values to the cache; head_fields comes from fields_of_heads.
+    write keys and values to the cache; head_fields comes from fields_of_heads. adapters: the fields of
+    tridecode_adapted_gemm_task, of a call that WeightKind.adapts accepts.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     residual: Tensor | None = None
     heads: Heads | None = None
     head_fields: dict[str, float] | None = None
+    adapters: dict[str, int] | None = None
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.kind import WeightKind
-from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
+from tridecode.kernels.gpu import ACTIVATIONS, Gpu, norm_fields, plan_fields
 from tridecode.kernels.operands import Linear
 
 
@@ -17,6 +17,14 @@ class Dense(WeightKind):
     def __init__(self, gpu: Gpu, cublas: CublasProducts):
         super().__init__(gpu)
         self._cublas = cublas
+
+    def adapts(self, call: Call) -> bool:
+        weight = call.linear.dense
+        if call.activation not in ACTIVATIONS:
+            return False
+        outputs, inputs = weight.shape
+        plan = self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
+        return plan.adapts and (call.heads is None or plan.fuses_heads)
 
     def launch(self, call: Call) -> bool:
         gpu, weight = self.gpu, call.linear.dense
@@ -40,7 +48,7 @@ class Dense(WeightKind):
             **heads,
             **norm_fields(call.norm),
         }
-        self.run(plan.kernel, task)
+        self.run(plan.kernel, task, call.adapters)
         return plan.fuses_heads
 
     def chain_operand(self, linear: Linear) -> str:

@@ -19,7 +19,7 @@ from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.plan import LARGE_TOKENS, Gemm
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import fuses_heads_sm90, library_rows, rounds_heads
-from tridecode.kernels.gpu import DTYPES, FUSED_GATES, Gpu, aligned, plan_fields, pointer
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, FUSED_GATES, Gpu, aligned, plan_fields, pointer
 from tridecode.kernels.operands import Heads, Linear, Norm
 from tridecode.kernels.scratch import row_scale_bytes
 
@@ -73,6 +73,15 @@ class EightBit(WeightKind):
     def __init__(self, gpu: Gpu, cublas: CublasProducts, operand: str):
         super().__init__(gpu)
         self.cublas, self.operand = cublas, operand
+
+    def adapts(self, call: Call) -> bool:
+        weight, heads = _weight(call), call.heads
+        if call.activation not in ACTIVATIONS or not self._fuses(weight, call):
+            return False
+        rounds = bool(call.head_fields and call.head_fields["cache_format"])
+        if heads is not None and not self._fuses_heads(weight, call, heads, rounds):
+            return False
+        return self.gpu.choose_gemm(self._gemm(weight, call)).adapts
 
     def launch(self, call: Call) -> bool:
         """Launch a call, even if the kernels' epilogue does not cover all of it."""
@@ -169,7 +178,7 @@ class EightBit(WeightKind):
             **plan_fields(plan),
             **(call.head_fields or {}),
         }
-        self.run(plan.kernel, task)
+        self.run(plan.kernel, task, call.adapters)
 
     def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, float]:
         """Return the task fields for operands in 8 bit."""
@@ -268,6 +277,9 @@ class TwoParts(DequantisedKind):
         if self._dequantises(call):
             return self.products.launch(call, _weight(call))
         return self._rows.launch(call)
+
+    def adapts(self, call: Call) -> bool:
+        return not self._dequantises(call) and self._rows.adapts(call)
 
     def project(self, call: Call) -> None:
         if self._dequantises(call):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tridecode.kernels.adapters import fused
 from tridecode.kernels.gemm.call import Call, check_call, check_qkv, fields_of_heads
 from tridecode.kernels.gemm.chain import Chain
 from tridecode.kernels.gemm.cublas_products import CublasProducts
@@ -17,7 +18,7 @@ from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.packed import Int4, Packed
 from tridecode.kernels.gemm.packing import pack_linear
 from tridecode.kernels.gpu import Gpu
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Product
+from tridecode.kernels.operands import AdapterSlots, AdapterTable, Batch, CacheLayer, Heads, Linear, Product
 
 
 class Gemms:
@@ -52,6 +53,39 @@ class Gemms:
         check_call("linear", call)
         if call.x.shape[0] > 0:
             self.kinds[call.linear.kind].linear(call)
+
+    def linear_with_adapters(
+        self, call: Call, table: AdapterTable, adapters: AdapterSlots, sums: Tensor
+    ) -> bool:
+        check_call("linear_with_adapters", call)
+        kind = self.kinds[call.linear.kind]
+        if not fused.fits(call.x, table, adapters) or not kind.adapts(call):
+            return False
+        fields = fused.adapter_fields("linear_with_adapters", call.x, table, adapters, sums)
+        if call.x.shape[0] > 0:
+            kind.linear(call._replace(adapters=fields))
+        return True
+
+    def project_qkv_with_adapters(
+        self,
+        call: Call,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        sums: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+    ) -> bool:
+        check_call("project_qkv_with_adapters", call)
+        check_qkv("project_qkv_with_adapters", call.out, heads, batch, cache)
+        kind = self.kinds[call.linear.kind]
+        call = call._replace(heads=heads, head_fields=fields_of_heads(heads, batch, cache))
+        if heads.changes_qkv or not fused.fits(call.x, table, adapters) or not kind.adapts(call):
+            return False
+        fields = fused.adapter_fields("project_qkv_with_adapters", call.x, table, adapters, sums)
+        if call.x.shape[0] > 0:
+            kind.project(call._replace(adapters=fields))
+        return True
 
     def linears(self, products: Sequence[Product]) -> bool:
         return self.chain.linears(products)

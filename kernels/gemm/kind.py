@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from ctypes import addressof
 
 from torch import Tensor
 
@@ -24,6 +25,10 @@ class WeightKind(ABC):
 
         Returns whether its heads were rotated and written to the cache as well.
         """
+
+    def adapts(self, call: Call) -> bool:
+        """Return whether one GEMM computes the call and can add adapters in its epilogue."""
+        return False
 
     def linear(self, call: Call) -> None:
         """Compute any call without heads."""
@@ -74,14 +79,19 @@ class WeightKind(ABC):
             dtype=DTYPES[call.x.dtype],
         )
 
-    def run(self, kernel: str, task: Mapping[str, float]) -> None:
+    def run(self, kernel: str, task: Mapping[str, float], adapters: Mapping[str, int] | None = None) -> None:
         """Launch a kernel of csrc/api/gemm.h.
 
         task: made in one expression of call.fields(), gpu.scratch_fields and the fields of the weight, the
         tile, the norm and the heads: each further merge costs the host as much as a check of the tensors.
+        adapters: Call.adapters.
         """
         gpu = self.gpu
-        getattr(gpu.library, kernel)(gpu.stream, task)
+        if adapters is None:
+            getattr(gpu.library, kernel)(gpu.stream, task)
+            return
+        gemm = gpu.library.structures["tridecode_gemm_task"](**task)
+        getattr(gpu.library, f"{kernel}_adapted")(gpu.stream, gemm=addressof(gemm), **adapters)
 
 
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:

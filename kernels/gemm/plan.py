@@ -57,10 +57,24 @@ class Plan(NamedTuple):
     fuses_norm: bool = False  # else a norm kernel comes first
     fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
 
+    @property
+    def adapts(self) -> bool:
+        """Return whether the kernel has a function for rows with adapters."""
+        return self.kernel in ADAPTED_KERNELS and self.tile_tokens <= ADAPTED_TOKENS
+
 
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
 #: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/kernels.md)
 LARGE_TOKENS = 64
+#: kernels that also have a function for rows with adapters (csrc/gemm/adapted), the most tokens of its calls
+#: and tiles, and the most slots of a table
+ADAPTED_KERNELS = (
+    "gemm_sm90_split_k",
+    "gemm_sm90_stream_k",
+    "gemm_sm90_split_k_two_parts",
+    "gemm_sm90_stream_k_two_parts",
+)
+ADAPTED_TOKENS, ADAPTED_SLOTS = 64, 255
 #: minimum stages of a cluster: each cluster that shares a tile costs about one stage
 LEAST_STAGES = 4
 

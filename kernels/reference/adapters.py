@@ -1,11 +1,113 @@
-"""Products of rows with the matrices of their LoRA adapters."""
+"""The operations of kernels.adapters.operation in plain torch; part of kernels.reference.Reference."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from tridecode.kernels.adapters.operation import NextSums
-from tridecode.kernels.operands import AdapterSlots, AdapterTable
+from tridecode.kernels.operands import AdapterSlots, AdapterTable, Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.reference.products import activated
+
+
+class ReferenceAdapters(ABC):
+    @abstractmethod
+    def linear(self, *arguments: Any, **named: Any) -> None: ...
+
+    @abstractmethod
+    def norm(self, *arguments: Any, **named: Any) -> None: ...
+
+    @abstractmethod
+    def finish_qkv(self, *arguments: Any, **named: Any) -> None: ...
+
+    @property
+    def fuses_adapters(self) -> bool:
+        return False
+
+    def add_adapters(
+        self,
+        x: Tensor,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        *,
+        product: Tensor,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+        sums: Tensor | None = None,
+        next_sums: NextSums | None = None,
+        out: Tensor,
+    ) -> None:
+        total = activated(with_deltas(product, x, table, adapters, sums), activation)
+        out.copy_(total if residual is None else total + residual.float())
+        if norm is not None and normed is not None:
+            self.norm(out, norm, out=normed)
+        if next_sums is not None:
+            store_sums(out if normed is None else normed, adapters, next_sums)
+
+    def adapter_sums(
+        self,
+        x: Tensor,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        *,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+    ) -> Tensor | None:
+        if norm is not None and normed is not None:
+            self.norm(x, norm, out=normed)
+            x = normed
+        ranks = max((len(a) for a, _ in table.pairs.values()), default=0)
+        following = NextSums(table, torch.empty(x.shape[0], 1, ranks, device=x.device))
+        store_sums(x, adapters, following)
+        return following.sums
+
+    def linear_with_adapters(
+        self,
+        x: Tensor,
+        linear: Linear,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        sums: Tensor,
+        *,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> bool:
+        product = torch.empty(x.shape[0], linear.weight.shape[0], dtype=x.dtype, device=x.device)
+        self.linear(x, linear, out=product)
+        self.add_adapters(
+            x,
+            table,
+            adapters,
+            product=product,
+            activation=activation,
+            residual=residual,
+            sums=sums,
+            out=out,
+        )
+        return True
+
+    def project_qkv_with_adapters(
+        self,
+        x: Tensor,
+        linear: Linear,
+        table: AdapterTable,
+        adapters: AdapterSlots,
+        sums: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+    ) -> bool:
+        self.linear_with_adapters(x, linear, table, adapters, sums, out=out)
+        self.finish_qkv(out, heads, batch, cache)
+        return True
 
 
 def with_deltas(

@@ -8,14 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridecode.kernels.adapters.operation import NextSums
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.kv_rounding import expanded, rounded
 from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.operands import (
-    AdapterSlots,
-    AdapterTable,
     Batch,
     CacheLayer,
     Heads,
@@ -24,7 +21,7 @@ from tridecode.kernels.operands import (
     Product,
 )
 from tridecode.kernels.reference import attention, sampling, top_rows
-from tridecode.kernels.reference.adapters import store_sums, with_deltas
+from tridecode.kernels.reference.adapters import ReferenceAdapters
 from tridecode.kernels.reference.lookup import look_up
 from tridecode.kernels.reference.products import (
     GATED,
@@ -42,7 +39,7 @@ from tridecode.kernels.sampling_state import SamplingState, SlotRows
 from tridecode.kernels.top_log_probs import TopRows
 
 
-class Reference:
+class Reference(ReferenceAdapters):
     """Every operation of kernels.ops.Ops. Its only state is a scratch buffer."""
 
     def __init__(self) -> None:
@@ -134,32 +131,6 @@ class Reference:
         )
         total = F.embedding(token_ids, table).float() + F.embedding(positions, position_table).float()
         out.copy_(total)
-
-    @property
-    def fuses_adapters(self) -> bool:
-        return False
-
-    def add_adapters(
-        self,
-        x: Tensor,
-        table: AdapterTable,
-        adapters: AdapterSlots,
-        *,
-        product: Tensor,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-        normed: Tensor | None = None,
-        sums: Tensor | None = None,
-        next_sums: NextSums | None = None,
-        out: Tensor,
-    ) -> None:
-        total = activated(with_deltas(product, x, table, adapters, sums), activation)
-        out.copy_(total if residual is None else total + residual.float())
-        if norm is not None and normed is not None:
-            self.norm(out, norm, out=normed)
-        if next_sums is not None:
-            store_sums(out if normed is None else normed, adapters, next_sums)
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))

@@ -38,7 +38,8 @@ def _release():
 def make_table(place: Place, ranks: dict[int, int], inputs: int, outputs: int, dtype, blocks: int = 1):
     """Return a table with an adapter of rank `ranks[slot]` in each slot. blocks: b is 0 outside this many
     diagonal blocks. Entries of other slots have rank 0 and invalid addresses."""
-    entries = torch.zeros(SLOTS, 3, 4, dtype=torch.int64)  # one GEMM of three
+    size = max(SLOTS, *(slot + 1 for slot in ranks))
+    entries = torch.zeros(size, 3, 4, dtype=torch.int64)  # one GEMM of three
     pairs = {}
     for slot, rank in ranks.items():
         a = place.normal(rank, inputs, dtype=dtype, scale=inputs**-0.5)
@@ -57,8 +58,13 @@ def make_table(place: Place, ranks: dict[int, int], inputs: int, outputs: int, d
 
 
 def make_slots(place: Place, slots: list[int], ordered: bool = True) -> AdapterSlots:
+    if not ordered:
+        return AdapterSlots(place.ints(slots))
     order = place.ints(np.argsort(np.array(slots, np.int32).view(np.uint32), kind="stable"))
-    return AdapterSlots(place.ints(slots), order if ordered else None)
+    used = sorted(slot for slot in slots if slot >= 0)
+    groups = [(slot, used.index(slot)) for slot in sorted(set(used))]
+    groups += [(-1, len(used))] * max(1, SLOTS + 1 - len(groups))
+    return AdapterSlots(place.ints(slots), order, place.ints(groups))
 
 
 def sum64(x: Tensor, table: AdapterTable, slots: list[int], product: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
-from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.plan import ADAPTED_TOKENS, Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import chain_tokens, library_rows
 from tridecode.tools.bench.shapes.presets import PRESETS
@@ -60,7 +60,7 @@ def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
 def instances(kernel: str) -> set[tuple[str, ...]]:
     """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file, or of its kind's header."""
     pattern = r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)"
-    kind = kernel.removesuffix("_8bit").removesuffix("_two_parts")
+    kind = kernel.removesuffix("_adapted").removesuffix("_8bit").removesuffix("_two_parts")
     listed = re.search(pattern, source(f"{kernel}.cu").read_text())
     listed = listed or re.search(pattern, source(f"{kind}.cuh").read_text())
     assert listed is not None
@@ -91,6 +91,8 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
     for gemm, plan in replay(list(DEVICES.values())):
         if plan.kernel not in ("gemm_library", "expand_rows", "library_8_bit"):
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
+            if plan.adapts and gemm.tokens <= ADAPTED_TOKENS:
+                chosen.setdefault(f"{plan.kernel}_adapted", set()).add(instance_of(gemm, plan))
     library = {"gemm_library", "gemm_library_epilogue", "gemm_expanded"}
     assert set(chosen) == {path.stem for path in sources("gem*.cu")} - library - PACKED
     for kernel, reached in chosen.items():

@@ -27,12 +27,12 @@ READ_CONSTANTS = {
     *("gemm_mma", "gemm_mma_tiles", "gemv"),
     *("copy_part", "gemm_sm90_split_k"),
     *("copy_stages", "gemm_sm90_data_parallel", "gemm_sm90_even_split", "gemm_sm90_stream_k", "share_tile"),
-    "product_chain_sm90a",
+    *("product_chain_sm90a", "adapter_sums", "norm_one_row"),
 }
 READ_RESULTS = {
     *("decode_attention", "decode_attention_cluster", "decode_attention_wide"),
     *("combine_prefill_parts", "prefill_attention_split"),
-    *("add_adapters", "spread_adapters", "spread_adapters_norm"),
+    *("add_adapters", "spread_adapters", "spread_adapters_norm", "norm_share"),
     *("rotate_and_cache_whole", "rotate_and_round_whole"),
     *("all_reduce_owned_rows", "all_reduce_rows"),
 }

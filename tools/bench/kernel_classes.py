@@ -15,6 +15,7 @@ CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, OTHER)
 OURS = {
     "accept": SAMPLING,
     "activate_rows": OTHER,
+    "adapter_sums": OTHER,
     "add_adapters": OTHER,
     "add_copied_rows": COMMUNICATION,
     "add_normed": OTHER,

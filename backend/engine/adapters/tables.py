@@ -69,7 +69,8 @@ class AdapterTables:
         }
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((slot, None) for slot in range(slots))
         self._slots: dict[int, int] = {}
-        self._max_rows, words = max_rows, 2 * max(max_tokens, max_rows)
+        self._max_rows, self._groups = max_rows, slots + 1
+        words = 2 * max(max_tokens, max_rows) + 2 * self._groups
         pinned = device.type == "cuda"
         self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
         self._rows = torch.zeros(words, dtype=torch.int32, device=device)
@@ -87,13 +88,16 @@ class AdapterTables:
         words = host.numpy()
         words[: len(slots)], words[len(slots) : count] = slots, -1
         words[count : 2 * count] = np.argsort(words[:count].view(np.uint32), kind="stable")
-        self._rows[: 2 * count].copy_(host[: 2 * count], non_blocking=True)
+        used = 2 * count + 2 * self._groups
+        _write_groups(np.sort(slots[slots >= 0]), words[2 * count : used].reshape(-1, 2))
+        self._rows[:used].copy_(host[:used], non_blocking=True)
 
     def rows(self, tokens: int) -> AdapterSlots:
         """Return the adapters of the step passed to `load`, for `tokens` tokens. A padded decode step may
         have more rows, up to max_rows; the addresses depend only on the number of rows."""
         count = max(tokens, self._max_rows)
-        return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens])
+        groups = self._rows[2 * count : 2 * count + 2 * self._groups].view(-1, 2)
+        return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens], groups)
 
     def place(
         self, number: int, table: Table, spans: dict[int, Tensor], write: Callable[[Tensor, Tensor], None]
@@ -142,3 +146,10 @@ class AdapterTables:
         for held in self.tables.values():
             held.pairs.pop(slot, None)
         self._free.append((slot, event))
+
+
+def _write_groups(slots: np.ndarray, groups: np.ndarray) -> None:
+    """Write AdapterSlots.groups. slots: of the rows with an adapter, in ascending order."""
+    distinct, begins = np.unique(slots, return_index=True)
+    groups[:] = -1, len(slots)
+    groups[: len(distinct), 0], groups[: len(distinct), 1] = distinct, begins

@@ -2,20 +2,12 @@
 #pragma once
 #include <stdint.h>
 
+#include "api/adapted_gemm.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
-
-// The matrices of an adapter for one GEMM, in device memory, aligned to 16 bytes. rank 0: the
-// adapter does not change the GEMM.
-typedef struct {
-  const void* a;          // (rank, inputs) of the task's dtype
-  const void* b;          // (rank, outputs)
-  const uint32_t* spans;  // (ceil(outputs / 64)): for each 64 outputs, the first rank with nonzero
-                          // b in the low half, one past the last such rank in the high half
-  int64_t rank;
-} tridecode_adapter_pair;
 
 // out = activation(product + x * a^T * b) + residual, with the adapter of each row's slot; then
 // normed = norm(out), rounded, if there is a norm. See add_adapters in
@@ -45,11 +37,30 @@ typedef struct {
   float* next_sums;  // (tokens, blocks, next_ranks): the parts of its products with a
   int64_t next_pair_stride;
   int sum_parts, sum_ranks, next_ranks;
-  int share;  // vectors of 8 columns per block: 32, 64, 128 or 256
+  int share;               // vectors of 8 columns per block: 32, 64, 128 or 256
+  const int* num_adapted;  // number of rows with an adapter, the first of `rows`; null: unknown
 } tridecode_adapters_task;
 int tridecode_add_adapters(const tridecode_adapters_task* task, void* stream);
 // The same for capability 9.0, with products that an earlier launch computed.
 int tridecode_spread_adapters(const tridecode_adapters_task* task, void* stream);
+
+// sums = norm(x) * a^T for the rows with an adapter. Of 16-bit dtypes, compute capability 9.0 and
+// later.
+typedef struct {
+  float* sums;                          // (tokens, sum_ranks), sum_ranks at least the largest rank
+  const void* x;                        // (tokens, inputs)
+  const void* norm_weight;              // (inputs), an RMSNorm; null: x is not normalised
+  const tridecode_adapter_pair* pairs;  // that of slot i is pairs[i * pair_stride]
+  const int* order;                     // (tokens), rows with adapters first, by slot
+  const int* groups;  // (num_groups, 2): a slot and where its rows begin in order; then -1 and the
+                      // number of rows with an adapter
+  void* normed;  // (tokens, inputs): norm(x) of all rows, rounded, for up to 64 tokens and 8192
+                 // inputs; or null
+  int64_t x_stride, normed_stride, pair_stride;
+  float norm_eps;
+  int tokens, inputs, sum_ranks, num_groups, dtype;
+} tridecode_adapter_sums_task;
+int tridecode_adapter_sums(const tridecode_adapter_sums_task* task, void* stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -21,7 +21,7 @@ namespace {
 // successor may read only constants.
 const char* const kReleasesFirst[] = {"norm",       "add_normed",       "quantize_rows",
                                       "all_reduce", "early all_reduce", "spread_adapters_norm",
-                                      "add_copied"};
+                                      "add_copied", "adapter_sums"};
 // Kernels that read results of earlier kernels before their own wait: those of all but their direct
 // predecessor.
 const char* const kReadsAhead[] = {"decode_attention", "prefill_attention",    "add_adapters",

@@ -41,18 +41,31 @@ struct Part {
   int64_t row;
   Pair pair, next;    // rank 0: none
   bool split;         // whether the row is spread over all blocks
+  bool spare;         // whether this block has no part of a row
   int share, groups;  // group 0 alone computes the row
   int group, at;      // at: the thread's number in its group
 
-  __device__ __forceinline__ Part(const Task& task, int vectors_per_block) {
-    row = task.rows ? task.rows[blockIdx.y] : blockIdx.y;
-    const int64_t slot = task.slots[row];
+  // num_adapted: if not null, the blocks of a cluster behind these rows have a row each.
+  __device__ __forceinline__ Part(const Task& task, int vectors_per_block, const int* num_adapted) {
+    int number = blockIdx.y;
+    spare = blockIdx.x > 0;
+    int64_t slot = -1;
     pair.rank = next.rank = 0;
+    const int adapted = num_adapted ? *num_adapted : task.tokens;
+    if (number < adapted) {
+      row = task.rows ? task.rows[number] : number;
+      slot = task.slots[row];
+    } else {
+      number = adapted + (number - adapted) * gridDim.x + blockIdx.x;
+      spare = number >= task.tokens;
+      row = spare ? 0 : task.rows[number];
+    }
     if (slot >= 0) {
       pair = task.pairs[slot * task.pair_stride];
       if (task.next_pairs) next = task.next_pairs[slot * task.next_pair_stride];
     }
     split = pair.rank > 0 || next.rank > 0;
+    spare &= !split;
     share = split ? vectors_per_block : kThreads;
     groups = kThreads / share;
     group = threadIdx.x / share, at = threadIdx.x % share;
@@ -232,5 +245,8 @@ __device__ __forceinline__ void round_all(float (&values)[8]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) values[j] = to_float(from_float<X>(values[j]));
 }
+
+// spread_adapters_norm.cu: launches the kernel for a task with a norm.
+int run_spread_norm(const Task& task, int columns, void* stream);
 
 }  // namespace tridecode

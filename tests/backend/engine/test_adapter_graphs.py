@@ -70,15 +70,15 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     offline.engine.close()
 
 
-@pytest.mark.parametrize("most_spread", [32, 1])  # two rows have an adapter
+@pytest.mark.parametrize("spread_rows", [12, -2])  # of two rows with one adapter both are spread, or none
 def test_every_decode_step_with_adapters_is_replayed_with_few_operations(
-    served, most_spread: int, monkeypatch: pytest.MonkeyPatch
+    served, spread_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_of_adapters, "_SPREAD_ROWS", most_spread)
+    monkeypatch.setattr(part_of_adapters, "_SPREAD_ROWS", spread_rows)
     offline, models = served
     engine = offline.engine
     assert {form for kind, form in engine.part_graphs if kind is AdapterRows} == {SPREAD, TOGETHER}
-    calls = count_calls(["linear", "add_adapters", "norm", "finish_qkv"], monkeypatch)
+    calls = count_calls(["linear", "add_adapters", "norm", "finish_qkv", "adapter_sums"], monkeypatch)
     steps: list[tuple[bool, bool, Counter]] = []
     replay = engine._replay
 
@@ -104,5 +104,6 @@ def test_every_decode_step_with_adapters_is_replayed_with_few_operations(
     for found in adapted:
         assert 0 < found["add_adapters"] <= LINEARS * layers
         assert found["linear"] <= LINEARS * layers + 1  # and the head
-        # the sums behind attention and MLP compute the next norm, too
-        assert found["norm"] <= 2 and found["finish_qkv"] <= layers
+        # the sums of a step compute the norms, too
+        assert found["norm"] <= 2 + found["adapter_sums"] and found["finish_qkv"] <= layers
+        assert found["adapter_sums"] == (0 if spread_rows > 0 else LINEARS * layers)

@@ -97,7 +97,7 @@ def profile(engine: Engine, store: AdapterStore, rows: int) -> None:
         "eight": [tables.slot(row % 8) for row in range(rows)],
     }
     for case, given in slots.items():
-        form = form_of(sum(slot >= 0 for slot in given))
+        form = form_of(np.array(given, np.int32))
         graphs = engine.part_graphs[AdapterRows, form] if given else engine.graphs
         tables.load(np.array(given, np.int32))
         graphs.replay(decode_plan(rows))

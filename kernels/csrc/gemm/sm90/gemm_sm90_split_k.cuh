@@ -12,12 +12,14 @@
 // Bytes moved: outputs * inputs * sizeof(Operand), once.
 // Bench: python -m tridecode.kernels.bench linear
 #pragma once
+#include "gemm/adapted/adapted_task.cuh"
 #include "gemm/sm90/gemm_sm90_mainloop.cuh"
 
 namespace tridecode {
 namespace {
 
-template <int N, int SPLIT, int PARTS = 1>
+// MORE: bytes of shared memory for other uses.
+template <int N, int SPLIT, int PARTS = 1, int MORE = 0>
 struct SplitShape {
   // Number of blocks that finish a share of the tokens, at least 16 each.
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
@@ -28,7 +30,8 @@ struct SplitShape {
   static constexpr int kStageBytes = Shape<N, PARTS>::kStageBytes;
   static constexpr int kSent = 128 * kShare * 4;  // by a warp group to a finisher
   static constexpr int kReceivedBytes = (SPLIT - 1) * kGroups * kSent;
-  static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kReceivedBytes - Results::kStoreBytes;
+  static constexpr int kRoom =
+      227 * 1024 - 1024 - 512 - MORE - kReceivedBytes - Results::kStoreBytes;
   static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
   static constexpr int kSharedBytes =
       1024 + kStages * kStageBytes + kReceivedBytes + Results::kStoreBytes;
@@ -117,15 +120,15 @@ __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens of a tile.
-template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
-__global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
+template <typename X, typename Operand, int N, Mode MODE, int SPLIT, typename Task = GemmTask>
+__global__ void __launch_bounds__(kThreads, kResidentOf<Operand, N, Task>)
     gemm_sm90_split_k(const __grid_constant__ CUtensorMap weight_map,
                       const __grid_constant__ CUtensorMap x_map,
                       const __grid_constant__ CUtensorMap out_map,
                       const __grid_constant__ CUtensorMap residual_map,
-                      const __grid_constant__ GemmTask task, int steps) {
+                      const __grid_constant__ Task task, int steps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = SplitShape<N, SPLIT, kPartsOf<Operand>>;
+  using S = SplitShape<N, SPLIT, kPartsOf<Operand>, kAdapterBytes<N, Task>>;
   using R = typename S::Results;
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, S::kTokens, MODE, kScaled>;
@@ -136,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers],
       all_received[kGroups];
   __shared__ float x_scales[kGroups][kScaled ? S::kTokens : 1];
+  __shared__ BlockAdapters<X, S::kTokens, MODE, Task> adapters;
   const int group = threadIdx.x / 128, rank = SPLIT > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     initialize_ring<S::kStages>(full, empty, &arrived[0][0], 1);
@@ -143,6 +147,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
       barrier_init(all_received + i, 1);
       barrier_expect(all_received + i, (SPLIT - 1) * S::kSent);
     }
+    adapters.initialize();
     fence_barriers();
   }
   __syncthreads();
@@ -154,9 +159,25 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     if (threadIdx.x == kGroups * 128) {
       copy_part<MODE, S>(&weight_map, &x_map, task, row, first, last, base, full, empty);
     } else {
-      wait_for_predecessor();
       const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
-      if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+      int rounds = 0;
+      auto fill_rounds = [&](int first, int last) {
+        adapters.fill_tile(task, first, last, rounds, [&](int group) {
+          return F{task, nullptr, nullptr, nullptr, nullptr, group}.first_column(row);
+        });
+      };
+      if (index >= 0 && rank < S::kFinishers) {
+        adapters.find(task, index);
+        fill_rounds(0, 1);
+      }
+      wait_for_predecessor();
+      if (index >= 0) {
+        F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+        if (rank < S::kFinishers) {
+          adapters.fill_tokens(task, rank * S::kTokens, index);
+          fill_rounds(1, INT_MAX);
+        }
+      }
     }
     __syncwarp();
     if (SPLIT > 1) cluster_wait();
@@ -188,6 +209,8 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
       for (int i = 0; i < S::kShare; ++i) sums[i] = c[i];
     }
     if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(sums, token);
+    int rounds = 0;
+    adapters.add(sums, task, rounds, column, token);
     finish.activate_all(sums);
     if (kAngles) {
       if (finish.rotates(column)) finish.rotate_batch(sums, angles, 0);
@@ -200,16 +223,16 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
 #endif
 }
 
-template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
-int run(const GemmTask& task, void* stream) {
+template <typename X, typename Operand, int N, Mode MODE, int SPLIT, typename Task>
+int run(const Task& task, void* stream) {
   constexpr int kParts = kPartsOf<Operand>;
-  using S = SplitShape<N, SPLIT, kParts>;
+  using S = SplitShape<N, SPLIT, kParts, kAdapterBytes<N, Task>>;
   Maps maps;
   if (int status = encode_maps(maps, task, MODE, N * kParts, S::Results::kPart)) return status;
-  return launch_in_clusters("gemm_sm90_split_k", gemm_sm90_split_k<X, Operand, N, MODE, SPLIT>,
-                            SPLIT, SPLIT * ceil_div(task.outputs, kBlockRows), kThreads,
-                            S::kSharedBytes, stream, maps.weight, maps.x, maps.out, maps.residual,
-                            task, ceil_div(task.inputs, kStageInputs));
+  return launch_in_clusters(
+      "gemm_sm90_split_k", gemm_sm90_split_k<X, Operand, N, MODE, SPLIT, Task>, SPLIT,
+      SPLIT * ceil_div(task.outputs, kBlockRows), kThreads, S::kSharedBytes, stream, maps.weight,
+      maps.x, maps.out, maps.residual, task, ceil_div(task.inputs, kStageInputs));
 }
 
 // Checks the task and calls run(mode).
@@ -239,8 +262,8 @@ int checked(const char* what, const GemmTask& task, Run run) {
 // clang-format on
 
 // Runs the instance that the task names, with operands of a type.
-template <typename X, typename Operand>
-int run_instance(const char* what, const GemmTask& task, Mode mode, void* stream) {
+template <typename X, typename Operand, typename Task>
+int run_instance(const char* what, const Task& task, Mode mode, void* stream) {
 #define TRIDECODE_RUN(tokens_, mode_, split_)                               \
   if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
     return run<X, Operand, tokens_, mode_, split_>(task, stream);

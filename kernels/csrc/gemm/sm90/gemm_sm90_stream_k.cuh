@@ -17,6 +17,7 @@
 // Bytes moved: outputs * inputs * sizeof(Operand), once, with few tokens.
 // Bench: python -m tridecode.kernels.bench linear
 #pragma once
+#include "gemm/adapted/adapted_task.cuh"
 #include "gemm/sm90/gemm_sm90_walk.cuh"
 
 namespace tridecode {
@@ -63,45 +64,79 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
   }
 }
 
+// Fills the adapters of the tiles that this block finishes: the first round, or all others.
+template <typename F, typename Adapters, typename Task>
+__device__ __forceinline__ void fill_tiles(Adapters& adapters, const Task& task,
+                                           const Division& division, bool first_round,
+                                           int& rounds) {
+  if constexpr (kAdapted<Task>) {
+    Walk walk(division, blockIdx.x / 2);
+    Part part;
+    bool first_tile = true;
+    while (walk.take(division, part)) {
+      if (part.begin) continue;
+      const int row = part.row_tile * kClusterRows + cluster_rank() * kBlockRows;
+      adapters.fill_tile(
+          task, first_tile && !first_round ? 1 : 0, first_round ? 1 : INT_MAX, rounds,
+          [&](int group) {
+            return F{task, nullptr, nullptr, nullptr, nullptr, group}.first_column(row);
+          });
+      if (first_round) return;
+      first_tile = false;
+    }
+  }
+}
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens of a tile.
-template <typename X, typename Operand, int N, Mode MODE>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<Operand, N>)
+template <typename X, typename Operand, int N, Mode MODE, typename Task = GemmTask>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResidentOf<Operand, N, Task>)
     gemm_sm90_stream_k(const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ CUtensorMap x_map,
                        const __grid_constant__ CUtensorMap out_map,
                        const __grid_constant__ CUtensorMap residual_map,
-                       const __grid_constant__ GemmTask task,
+                       const __grid_constant__ Task task,
                        const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, N, MODE, kScaled>;
-  using S = Shape<N, kPartsOf<Operand>>;
+  using S = ShapeOf<N, kPartsOf<Operand>, Task>;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
   __shared__ float x_scales[kGroups][kScaled && S::kSlim ? N : 1];
+  __shared__ BlockAdapters<X, N, MODE, Task> adapters;
   const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
   if (threadIdx.x == 0) {
     initialize_ring<S::kStages>(full, empty, &arrived[0][0], 2);
+    adapters.initialize();
     fence_barriers();
   }
   cluster_sync();
 
   if (group == kGroups) {
-    if (!S::kSlim) give_registers<40>();
+    if (!S::kSlim) give_registers<kAdapted<Task> ? 56 : 40>();
     if (threadIdx.x == kGroups * 128) {
       copy_stages<S, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
-      wait_for_predecessor();
       const int index = threadIdx.x - kGroups * 128 - 32;  // except the producer thread's warp
-      if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+      int rounds = 0;
+      if (index >= 0) {
+        adapters.find(task, index);
+        fill_tiles<F>(adapters, task, division, true, rounds);
+      }
+      wait_for_predecessor();
+      if (index >= 0) {
+        F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+        adapters.fill_tokens(task, 0, index);
+      }
       const int helped = threadIdx.x / 32 % 4 - 1;
       if (helped >= 0 && helped < kGroups) signal_partial(task, division, cluster, helped);
+      if (index >= 0) fill_tiles<F>(adapters, task, division, false, rounds);
     }
   } else {
-    if (!S::kSlim) take_registers<232>();
+    if (!S::kSlim) take_registers<kAdapted<Task> ? 224 : 232>();
     wait_for_predecessor();
     Products<Operand, N, S, 2> products{base, full, empty};
     F finish{
@@ -111,6 +146,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
     if (kScaled && S::kSlim) finish.x_scales = x_scales[group];
     Walk walk(division, cluster);
     Part part;
+    int rounds = 0;  // of adapters
     while (walk.take(division, part)) {
       const int column =
           finish.first_column(part.row_tile * kClusterRows + cluster_rank() * kBlockRows);
@@ -134,6 +170,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
         add_partials<N>(c, task, cluster,
                         division.owner_before((part.tile + 1) * division.steps) - cluster, group);
       if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(c, token);
+      adapters.add(c, task, rounds, column, token);
       finish.activate_all(c);
       if (MODE == kQkvRotary) finish.rotate_all(c, column, token);
       finish.store_all(c, column, token);
@@ -145,12 +182,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
 #endif
 }
 
-template <typename X, typename Operand, int N, Mode MODE>
-int run(const GemmTask& task, const Division& division, void* stream) {
-  using S = Shape<N, kPartsOf<Operand>>;
+template <typename X, typename Operand, int N, Mode MODE, typename Task>
+int run(const Task& task, const Division& division, void* stream) {
+  using S = ShapeOf<N, kPartsOf<Operand>, Task>;
   Maps maps;
   if (int status = encode_maps(maps, task, MODE, S::kColumns / 2, S::kPart)) return status;
-  return launch_resident("gemm_sm90_stream_k", gemm_sm90_stream_k<X, Operand, N, MODE>,
+  return launch_resident("gemm_sm90_stream_k", gemm_sm90_stream_k<X, Operand, N, MODE, Task>,
                          2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight,
                          maps.x, maps.out, maps.residual, task, division);
 }
