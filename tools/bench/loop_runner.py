@@ -26,6 +26,7 @@ from tridecode.backend.wire.structured_output import StructuredOutput
 from tridecode.tools.bench.measure import Run, Step, output_lengths
 
 _DOOR = b"bench"
+_POLL_S = 0.001
 
 
 class BatchDoors:
@@ -50,8 +51,10 @@ class BatchDoors:
         return arrived
 
     def wait(self, timeout_s: float) -> None:
-        if self._coming:
-            time.sleep(max(min(self.started + self._coming[0][0] - time.perf_counter(), timeout_s), 0.0))
+        """Sleep until the next request, or briefly if none is left: requests may wait for an adapter, whose
+        loader needs the interpreter lock."""
+        wait_s = self.started + self._coming[0][0] - time.perf_counter() if self._coming else _POLL_S
+        time.sleep(max(min(wait_s, timeout_s), 0.0))
 
     def wake(self) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.cpu import Cpu
-from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.loop_runner import BatchDoors, LoopRunner
 from tridecode.tools.bench.studies import mixed_load
 from tridecode.tools.bench.studies.adapters import RandomAdapters
 
@@ -46,6 +47,16 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopRunn
     state.adapters = RandomAdapters(state.adapters.place, config.max_loras, 4, state.adapter_tables)
     yield LoopRunner(engine)
     engine.close()
+
+
+def test_the_loop_sleeps_while_an_adapter_loads(runner: LoopRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its thread would keep the interpreter lock, for which the loader's thread waits."""
+    store, polls = runner.engine.state.adapters, []
+    read, drain = store.read, BatchDoors.drain
+    monkeypatch.setattr(store, "read", lambda name: (time.sleep(0.3), read(name))[1])
+    monkeypatch.setattr(BatchDoors, "drain", lambda doors: (polls.append(1), drain(doors))[1])
+    runner.generate(prompts_of([5], 64), 2, adapters=["one"])
+    assert len(polls) < 700  # 27,600 without sleep
 
 
 def test_matrices_of_one_shape_share_a_pair_and_adapters_do_not(runner: LoopRunner) -> None:
