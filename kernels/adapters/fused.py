@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.adapters.launch import pair_stride
-from tridecode.kernels.adapters.operation import MOST_NORMED_COLUMNS, MOST_SUMMED_RANKS, SUM_VECTOR
+from tridecode.kernels.adapters.operation import (
+    MOST_NORMED_COLUMNS,
+    MOST_SUMMED_RANKS,
+    SUM_VECTOR,
+    sum_ranks,
+)
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.plan import ADAPTED_SLOTS, ADAPTED_TOKENS
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, contiguous, pointer
@@ -28,7 +33,7 @@ def adapter_fields(
     """
     groups, slots = adapters.groups, adapters.slots
     assert groups is not None
-    if sums.dtype.itemsize != 4 or not sums.is_floating_point():
+    if sums.dtype != torch.float32:
         raise DtypeError(f"{what}: sums are {sums.dtype}; wanted float32")
     tokens, ranks = x.shape[0], sums.shape[2]
     if sums.shape[0] != tokens or ranks % SUM_VECTOR or ranks > MOST_SUMMED_RANKS:
@@ -60,8 +65,8 @@ def adapter_sums(
     normed: Tensor | None,
 ) -> Tensor | None:
     """kernels.adapters.operation.AdapterOps.adapter_sums."""
-    (tokens, inputs), order, groups = x.shape, adapters.order, adapters.groups
-    if not fits(x, table, adapters) or order is None or not 0 < table.ranks <= MOST_SUMMED_RANKS:
+    (tokens, inputs), order, groups, ranks = x.shape, adapters.order, adapters.groups, sum_ranks(table)
+    if not fits(x, table, adapters) or order is None or not ranks:
         return None
     if gpu.capability != 90 or x.dtype not in (torch.float16, torch.bfloat16) or not aligned(x):
         return None
@@ -75,7 +80,7 @@ def adapter_sums(
         if norm.bias is not None or inputs > MOST_NORMED_COLUMNS:
             gpu.norm(x, norm, normed)
             x, norm, normed = normed, None, None
-    sums = torch.empty(tokens, 1, -(-table.ranks // SUM_VECTOR) * SUM_VECTOR, device=x.device)
+    sums = torch.empty(tokens, 1, ranks, device=x.device)
     gpu.library.adapter_sums(
         gpu.stream,
         sums=sums.data_ptr(),
@@ -91,7 +96,7 @@ def adapter_sums(
         norm_eps=0.0 if norm is None else norm.eps,
         tokens=tokens,
         inputs=inputs,
-        sum_ranks=sums.shape[2],
+        sum_ranks=ranks,
         num_groups=groups.shape[0],
         dtype=DTYPES[x.dtype],
     )

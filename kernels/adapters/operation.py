@@ -27,6 +27,14 @@ MOST_SUMMED_RANKS = 256
 SUM_VECTOR = 4
 
 
+def sum_ranks(table: AdapterTable) -> int:
+    """Return R of the sums for a GEMM with this table, a multiple of SUM_VECTOR; 0: it has too many ranks, or
+    their number is not known."""
+    if not 0 < table.ranks <= MOST_SUMMED_RANKS:
+        return 0
+    return -(-table.ranks // SUM_VECTOR) * SUM_VECTOR
+
+
 @dataclass(frozen=True)
 class NextSums:
     """The products of a result with the adapters of the GEMM that reads it next.

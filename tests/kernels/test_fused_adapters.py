@@ -183,10 +183,8 @@ def test_heads_are_those_of_separate_operations(place: Place, tokens, split, hea
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_other_slots(place: Place) -> None:
-    if place.device.type == "cpu":
-        pytest.skip("no graphs")
-    dtype, inputs, outputs, rows = torch.bfloat16, 4096, 6144, 64
+def test_a_captured_graph_serves_other_slots(cuda_place: Place) -> None:
+    place, dtype, inputs, outputs, rows = cuda_place, torch.bfloat16, 4096, 6144, 64
     table = make_table(place, RANKS, inputs, outputs, dtype)
     linear, weight = make_linear(place, "16 bit", inputs, outputs, dtype, 0)
     x, out = place.normal(rows, inputs, dtype=dtype), place.poison(rows, outputs, dtype=dtype)
@@ -208,10 +206,9 @@ def test_a_captured_graph_serves_other_slots(place: Place) -> None:
         assert_close("two products", out, sum64(x, table, given, product64(x, weight, linear)))
 
 
-def test_more_rows_than_a_tile_are_left_to_other_operations(place: Place) -> None:
-    if place.device.type == "cpu":
-        pytest.skip("the reference has no tiles")
-    dtype = torch.bfloat16
+@pytest.mark.gpu
+def test_more_rows_than_a_tile_are_left_to_other_operations(cuda_place: Place) -> None:
+    place, dtype = cuda_place, torch.bfloat16
     table = make_table(place, RANKS, 128, 256, dtype)
     linear, _ = make_linear(place, "16 bit", 128, 256, dtype, 0)
     x, out = place.normal(65, 128, dtype=dtype), place.poison(65, 256, dtype=dtype)

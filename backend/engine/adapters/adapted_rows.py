@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.adapters.place import Table
-from tridecode.kernels.adapters.operation import (
-    MOST_NORMED_COLUMNS,
-    MOST_SUMMED_RANKS,
-    SUM_VECTOR,
-    NextSums,
-    parts,
-)
+from tridecode.kernels.adapters.operation import MOST_NORMED_COLUMNS, NextSums, parts, sum_ranks
 from tridecode.kernels.gemm.plan import ADAPTED_TOKENS
 from tridecode.kernels.operands import (
     AdapterSlots,
@@ -155,10 +149,8 @@ class AdaptedRows:
         if (
             sums is not None
             and self._fuses(linear)
-            and (
-                self._ops.linear_with_adapters(
-                    x, linear, table, self._adapters, sums, activation=activation, residual=residual, out=out
-                )
+            and self._ops.linear_with_adapters(
+                x, linear, table, self._adapters, sums, activation=activation, residual=residual, out=out
             )
         ):
             return
@@ -194,10 +186,8 @@ class AdaptedRows:
         if (
             sums is not None
             and self._fuses(linear)
-            and (
-                self._ops.project_qkv_with_adapters(
-                    x, linear, table, self._adapters, sums, heads, batch, cache, out=out
-                )
+            and self._ops.project_qkv_with_adapters(
+                x, linear, table, self._adapters, sums, heads, batch, cache, out=out
             )
         ):
             return
@@ -305,10 +295,9 @@ class AdaptedRows:
 
     def _room(self, table: AdapterTable, x: Tensor, *, normed: bool, gated: bool) -> NextSums | None:
         """Return room for the sums of x, or None if they are computed with the GEMM that reads x."""
-        rows, columns = x.shape
-        if not self._spreads or not 0 < table.ranks <= MOST_SUMMED_RANKS or rows > _MOST_ROWS:
+        (rows, columns), ranks = x.shape, sum_ranks(table)
+        if not self._spreads or not ranks or rows > _MOST_ROWS:
             return None
-        ranks = -(-table.ranks // SUM_VECTOR) * SUM_VECTOR
         sizes = rows, parts(columns, normed=normed, gated=gated), ranks
         return NextSums(table, torch.empty(sizes, dtype=torch.float32, device=x.device))
 

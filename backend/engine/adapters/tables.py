@@ -89,7 +89,7 @@ class AdapterTables:
         words[: len(slots)], words[len(slots) : count] = slots, -1
         words[count : 2 * count] = np.argsort(words[:count].view(np.uint32), kind="stable")
         used = 2 * count + 2 * self._groups
-        _write_groups(np.sort(slots[slots >= 0]), words[2 * count : used].reshape(-1, 2))
+        _write_groups(slots[slots >= 0], words[2 * count : used].reshape(-1, 2))
         self._rows[:used].copy_(host[:used], non_blocking=True)
 
     def rows(self, tokens: int) -> AdapterSlots:
@@ -149,7 +149,7 @@ class AdapterTables:
 
 
 def _write_groups(slots: np.ndarray, groups: np.ndarray) -> None:
-    """Write AdapterSlots.groups. slots: of the rows with an adapter, in ascending order."""
-    distinct, begins = np.unique(slots, return_index=True)
+    """Write AdapterSlots.groups. slots: of the rows with an adapter."""
+    distinct, counts = np.unique(slots, return_counts=True)
     groups[:] = -1, len(slots)
-    groups[: len(distinct), 0], groups[: len(distinct), 1] = distinct, begins
+    groups[: len(distinct), 0], groups[: len(distinct), 1] = distinct, np.cumsum(counts) - counts

@@ -72,26 +72,25 @@ struct Part {
   }
 };
 
-// sums[r - first] * b[r] for the ranks r of this thread's group, of one vector in each half.
+// sums[r] * b[r] for the ranks r of this thread's group, of one vector in each half.
 template <typename X, int HALVES>
 struct Expansion {
   static constexpr int kSteps = kAhead<X>;
   const X* b[HALVES];
   int64_t stride;
-  int first, step, begin[HALVES], end[HALVES], rounds;
+  int step, begin[HALVES], end[HALVES], rounds;
   Vector<X> loaded[kSteps][HALVES];
 
-  __device__ __forceinline__ Expansion(const Part& part, int64_t outputs, int vector, int vectors,
-                                       int first, int count)
-      : stride(outputs), first(first), step(part.groups), rounds(0) {
+  __device__ __forceinline__ Expansion(const Part& part, int64_t outputs, int vector, int vectors)
+      : stride(outputs), step(part.groups), rounds(0) {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int mine = vector + half * vectors;
       begin[half] = end[half] = 0;
       if (vector < vectors) {
         const uint32_t span = __ldg(part.pair.spans + mine * 8 / kSpan);
-        begin[half] = max(int(span & 0xffff), first) + part.group;
-        end[half] = min(int(span >> 16), first + count);
+        begin[half] = int(span & 0xffff) + part.group;
+        end[half] = min(int(span >> 16), int(part.pair.rank));
       }
       b[half] = static_cast<const X*>(part.pair.b) + 8 * mine;
       rounds = max(rounds, end[half] - begin[half]);
@@ -115,7 +114,7 @@ struct Expansion {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
           const int r = begin[half] + (done + i) * step;
-          const float sum = r < end[half] ? sums[r - first] : 0.0f;
+          const float sum = r < end[half] ? sums[r] : 0.0f;
           float w[8];
           loaded[i][half].get(w);
 #pragma unroll
@@ -133,7 +132,7 @@ struct Expansion {
 template <typename X, int HALVES>
 __device__ __forceinline__ void expand_given(const Task& task, const Part& part, int vector,
                                              int vectors, float* all, float (&delta)[HALVES][8]) {
-  Expansion<X, HALVES> expansion(part, task.outputs, vector, vectors, 0, int(part.pair.rank));
+  Expansion<X, HALVES> expansion(part, task.outputs, vector, vectors);
   const bool mine = threadIdx.x < part.pair.rank;
   const float* const from = task.sums + part.row * task.sum_parts * task.sum_ranks + threadIdx.x;
   float parts[kPartsAtOnce] = {};

@@ -4,6 +4,7 @@
 #include "api/rows.h"
 #include "common/epilogue.cuh"
 #include "common/hopper.cuh"
+#include "rows/cluster_memory.cuh"
 
 namespace tridecode {
 
@@ -70,22 +71,6 @@ __device__ __forceinline__ void shrink(const X* x, const X* a, int inputs, int c
     }
   }
 }
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ float load_from(const float* pointer, int rank) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in(pointer, rank)));
-  return value;
-}
-
-// A cluster barrier that makes earlier writes to shared memory visible to the cluster.
-__device__ __forceinline__ void cluster_sync_memory() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-#endif
 
 // The sums of kRanks ranks in shared memory.
 struct Sums {

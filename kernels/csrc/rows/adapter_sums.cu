@@ -15,6 +15,7 @@
 #include "common/common.cuh"
 #include "common/hopper.cuh"
 #include "common/row_norm.cuh"
+#include "rows/cluster_memory.cuh"
 
 namespace tridecode {
 namespace {
@@ -32,26 +33,12 @@ using Pair = tridecode_adapter_pair;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ float load_from(const float* pointer, int rank) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in(pointer, rank)));
-  return value;
-}
-
 // The sum of `own` over the blocks of the cluster.
 __device__ __forceinline__ float sum_of_blocks(const float* own) {
   float sum = 0.0f;
 #pragma unroll
   for (int block = 0; block < kSlices; ++block) sum += load_from(own, block);
   return sum;
-}
-
-// The two halves of a cluster barrier that orders shared memory.
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 struct Shared {
@@ -157,8 +144,7 @@ __device__ __forceinline__ void store_sums(const Task& task, int first, int begi
     for (int warp = 0; warp < kWarps; ++warp) sum += shared.squares[warp][threadIdx.x];
     shared.total_squares[threadIdx.x] = sum;
   }
-  arrive_at_cluster();
-  wait_for_cluster();
+  cluster_sync_memory();
   constexpr int kOwn = kEights * 8 / kSlices;
   const int row = int(blockIdx.x) * kOwn + threadIdx.x / kRanks, rank = threadIdx.x % kRanks;
   if (threadIdx.x < kOwn * kRanks && begin + row < end) {
@@ -168,8 +154,7 @@ __device__ __forceinline__ void store_sums(const Task& task, int first, int begi
     if (first + rank < task.sum_ranks)
       task.sums[int64_t(task.order[begin + row]) * task.sum_ranks + first + rank] = sum;
   }
-  arrive_at_cluster();  // no block overwrites its sums, or exits, before all have read them
-  wait_for_cluster();
+  cluster_sync_memory();  // no block overwrites its sums, or exits, before all have read them
 }
 
 #endif

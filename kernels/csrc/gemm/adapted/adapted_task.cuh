@@ -24,7 +24,7 @@ constexpr int kResidentOf = kAdapted<Task> ? 1 : kResident<Operand, N>;
 template <int N, typename Task>
 constexpr int kAdapterBytes =
     kAdapted<Task>
-        ? N * (kTableRanks * 2 + 6) + kTileAdapters * (kPieces * (kChunkRanks * 16 + 4) + 4) + 128
+        ? N * (kTableRanks * 2 + 8) + kTileAdapters * (kPieces * (kChunkRanks * 16 + 4) + 4) + 128
         : 0;
 
 // Shape, with room for the adapters in shared memory and, for few tokens too, in registers.

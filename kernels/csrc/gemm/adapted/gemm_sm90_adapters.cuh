@@ -99,6 +99,7 @@ struct BlockAdapters<X, N, MODE, AdaptedTask> {
 
   // Called by one thread, before fence_barriers().
   __device__ __forceinline__ void initialize() {
+    static_assert(sizeof(BlockAdapters) <= kAdapterBytes<N, AdaptedTask>);
     barrier_init(&filled, 2 * kFillers);
     barrier_init(&read, 4 * kGroups);
     barrier_init(&tokens_filled, kFillers);
