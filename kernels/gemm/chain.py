@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.gemm.call import Call, check_call
+from tridecode.kernels.gemm.chain_table import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gemm.kind import WeightKind
-from tridecode.kernels.gemm.table_sm90 import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, FUSED_GATES, Gpu, pointer
 from tridecode.kernels.operands import Norm, Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
@@ -28,7 +28,7 @@ _HEADER_BYTES = 256  # bytes of the exchange buffer
 
 
 class Chain:
-    """`linears` of kernels.ops.Ops. most_tokens: replaces table_sm90.chain_tokens in tests and benchmarks."""
+    """`linears` of kernels.ops.Ops. most_tokens: for tests and benchmarks, replaces chain_tokens."""
 
     def __init__(self, gpu: Gpu, kinds: Mapping[str, WeightKind], most_tokens: int | None = None):
         self._gpu, self._kinds = gpu, kinds

@@ -55,6 +55,10 @@ LARGE_WEIGHTS = 1 << 24
 #: neighbours then keeps weights from being prefetched. ms per step of Qwen2-7B (3584 x 3584, 4608 x 3584) on
 #: an H200, 8 / 64 rows: 4.24 / 4.96 before, 4.00 / 4.77
 MEDIUM_WEIGHTS, MEDIUM_TOKENS = 5 << 21, 3
+#: and with these outputs and inputs, without bias and residual: the output projection of LLaMA-3-8B and
+#: BLOOM-7B1 on two ranks, a part of a sum. ms per step of LLaMA-3-8B on two H200s, 8 / 64 rows: 2.686 / 3.487
+#: before, 2.640 / 3.409. No other product with fewer than MEDIUM_WEIGHTS was measured
+MEDIUM_PARTS = {(4096, 2048)}
 #: from this many pipeline stages per tile on, gemm_sm90_even_split takes less time than cuBLAS, and than
 #: stream-K in 8 bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 /
 #: 46.0 / 49.7 and 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and
@@ -107,26 +111,9 @@ FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
 #: x 4096: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of
 #: 28672 x 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
 FP8_BLOCK_LIBRARY_TOKENS = 65
-#: chained-GEMM kernel (gemm/chain.py): the most tokens of a launch, for dense products with a hidden size of
-#: at most CHAIN_OUTPUTS; one token for all others. ms per step on an H200, chained and as single products, at
-#: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
-#: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
-CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
-#: and the most inputs of dense products, if none adds to a stream, and if one does. ms per step on an H200,
-#: single and chained: Qwen2-7B (18944 inputs) 3.966 and 3.757, GPT-NeoX-20B (24576) 10.51 and 11.47
-CHAIN_INPUTS = (18944, 28672)
 _STAGE_BYTES = 128  # bytes of a row in a pipeline stage: the width of the swizzle
 _SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
 _STREAM_K_OUTPUTS = 256  # of a cluster's tile
-
-
-def chain_tokens(operand: str, outputs: int, inputs: int, adds: bool) -> int:
-    """Return the most tokens for which the chained-GEMM kernel is faster than single GEMMs; 0: it never is.
-
-    operand: a name of tridecode_operand. outputs: the fewest of a GEMM. inputs: the most. adds: to a stream.
-    """
-    few = CHAIN_TOKENS if outputs <= CHAIN_OUTPUTS else int(inputs <= CHAIN_INPUTS[adds])
-    return few if operand == "dense" else 1
 
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
@@ -147,7 +134,9 @@ def fuses_heads_sm90(head_size: int, rotary_size: int, interleaved: bool) -> boo
 def large_plan(gemm: Gemm, device: Device) -> Plan | None:
     medium = gemm.epilogue != "swiglu" and MEDIUM_TOKENS <= gemm.tokens <= LARGE_TOKENS
     least = MEDIUM_WEIGHTS if medium else LARGE_WEIGHTS
-    if gemm.outputs * gemm.inputs < least or not gemm.out_aligned:
+    part = not gemm.bias and not gemm.residual and (gemm.outputs, gemm.inputs) in MEDIUM_PARTS
+    few = gemm.outputs * gemm.inputs < least and not (medium and part)
+    if few or not gemm.out_aligned:
         return None
     if gemm.epilogue == "swiglu":
         fits = not gemm.residual and not gemm.out_float32 and gemm.outputs % 16 == 0

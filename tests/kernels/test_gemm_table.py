@@ -11,9 +11,10 @@ import pytest
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
+from tridecode.kernels.gemm.chain_table import chain_tokens
 from tridecode.kernels.gemm.plan import ADAPTED_TOKENS, Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
-from tridecode.kernels.gemm.table_sm90 import chain_tokens, library_rows
+from tridecode.kernels.gemm.table_sm90 import library_rows
 from tridecode.tools.bench.shapes.presets import PRESETS
 
 H200 = DEVICES["h200"]
@@ -174,6 +175,20 @@ def test_medium_weights_take_kernels_that_prefetch_them(outputs: int, inputs: in
         assert choose(gemm._replace(tokens=tokens), H200).kernel != "gemm_sm90_split_k"
     assert choose(gemm._replace(inputs=1024), H200).kernel != "gemm_sm90_split_k"
     assert choose(gemm._replace(epilogue="swiglu", residual=False), H200).kernel != "gemm_sm90_split_k"
+
+
+def test_two_ranks_split_the_inputs_of_their_part_of_the_output_projection():
+    """Of LLaMA-3-8B and BLOOM-7B1, from 3 to 64 tokens. With a bias (BLOOM-1B7's MLP), a residual or another
+    shape (Phi-3-mini's output projection on one GPU) the kernel is the one for small weights."""
+    gemm = Gemm(8, 2048, 4096)
+    for tokens in (3, 8, 17, 64):
+        plan = choose(gemm._replace(tokens=tokens), H200)
+        assert (plan.kernel, plan.split) == ("gemm_sm90_split_k", 3)
+    others = [gemm._replace(tokens=2), gemm._replace(bias=True), gemm._replace(residual=True)]
+    others += [gemm._replace(inputs=3072, outputs=3072), gemm._replace(inputs=4096, outputs=2048)]
+    for other in others:
+        assert choose(other, H200).kernel == "gemm_sm90_data_parallel"
+    assert choose(gemm._replace(tokens=65), H200).kernel == "gemm_library"
 
 
 def test_wide_products_are_not_chained():
