@@ -30,6 +30,7 @@ from tridecode.kernels.operands import (
     Linear,
     Norm,
     Product,
+    RankWords,
 )
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference.sampling import beam_candidates
@@ -119,6 +120,9 @@ class Cuda(CudaAdapters):
         out: Tensor,
     ) -> None:
         self.gemms.linear(Call(x, linear, out, norm, activation, residual))
+
+    def linear_sending(self, x: Tensor, linear: Linear, sums: RankWords, *, out: Tensor) -> bool:
+        return self.gemms.linear_sending(Call(x, linear, out), sums)
 
     def linears(self, products: Sequence[Product]) -> bool:
         return self.gemms.linears(products)

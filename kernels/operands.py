@@ -243,13 +243,31 @@ class LinearOps(Protocol):
 
 
 class RankWords(Protocol):
-    """The part of kernels.peer_sums.PeerSums with which the GEMMs of one launch sum over the tensor ranks.
+    """The part of kernels.peer_sums.PeerSums with which GEMMs sum over the tensor ranks or send their part.
 
-    chain_fields: fields of tridecode_chain_task; None if they cannot.
+    chain_fields: fields of tridecode_chain_task, for the GEMMs of one launch; None if they cannot sum.
     """
 
     @property
     def chain_fields(self) -> Mapping[str, float] | None: ...
+
+    def sent_fields(self, partial: Tensor) -> Mapping[str, float] | None:
+        """Return the fields of tridecode_sent_gemm_task for the GEMM that computes `partial`; None: it cannot
+        send.
+        """
+        ...
+
+
+class RankOps(Protocol):
+    """The part of kernels.ops.Ops for sums over the tensor ranks."""
+
+    def linear_sending(self, x: Tensor, linear: Linear, sums: RankWords, *, out: Tensor) -> bool:
+        """Compute `linear` without a bias, this rank's part of the next sum of `sums`, and send the part to
+        the other rank, so that PeerSums.add_rows need not (`sent`).
+
+        Returns False, with nothing done, if no kernel sends it.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from torch import Tensor
 from tridecode.kernels.adapters.operation import AdapterOps
 from tridecode.kernels.draft_history import DraftHistory
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product, RankOps
 from tridecode.kernels.sampling_state import SamplingState, SlotRows
 from tridecode.kernels.top_log_probs import TopOps
 
 
-class Ops(AdapterOps, TopOps, Protocol):
+class Ops(AdapterOps, RankOps, TopOps, Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the
     cache may be in 8 bits instead, with scales.
     """

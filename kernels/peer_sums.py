@@ -131,6 +131,16 @@ class PeerSums:
         same = x.dtype == self._dtype and x.shape[1] == self.columns
         return same and (self._ranks == 2 or x.shape[0] <= self.rows)
 
+    def sent_fields(self, partial: Tensor) -> dict[str, float] | None:
+        """kernels.operands.RankWords. The next sum must be of `partial`, with `sent`."""
+        if self._ranks != 2 or partial.shape[0] > self.rows or not self.takes(partial):
+            return None
+        return {
+            "memory": self._memory,
+            "peer_memory": self._fields[f"memory{1 - self._rank}"],
+            "slot_bytes": self._plan.slot_bytes,
+        }
+
     def half_sums(self, x: Tensor) -> PeerCopies | None:
         """Return the sums for halves of x, a step's rows; None: the step is not to be halved."""
         if not HALVED_TOKENS <= x.shape[0] <= 2 * self._halved_rows or not self.takes(x):
@@ -147,6 +157,7 @@ class PeerSums:
         out: Tensor | None,
         normed: Tensor | None = None,
         follows_product: bool = False,
+        sent: bool = False,
     ) -> None:
         """Compute out = residual + biases + the sum of every rank's partial, and normed = norm(out), of the
         rounded out.
@@ -154,7 +165,7 @@ class PeerSums:
         partial, residual, out, normed: (T, C) X, rows contiguous; they may be the same tensor. biases: up to
         two, (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. residual and
         biases are the same on all ranks. follows_product: the previous operation on the stream is a GEMM
-                that wrote only `partial`.
+                that wrote only `partial`. sent: by Ops.linear_sending, after the last sum.
         """
         given = [("partial", partial), ("residual", residual), ("out", out), ("normed", normed)]
         fields = self.fields(given, biases, norm)
@@ -166,7 +177,7 @@ class PeerSums:
                 if tensor is not None:
                     offset = first * tensor.stride(0) * tensor.element_size()
                     fields[name], fields[f"{name}_stride"] = tensor.data_ptr() + offset, tensor.stride(0)
-            self.library.all_reduce(stream, early=early, **fields)
+            self.library.all_reduce(stream, early=early, sent=int(sent), **fields)
             early = 0  # the previous launch is the next one's predecessor
 
     def fields(

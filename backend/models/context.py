@@ -21,11 +21,14 @@ from tridecode.kernels.ops import Ops
 
 class RowSums(Protocol):
     """The sum over the tensor ranks, fused with the operation after it or, in a launch of several GEMMs
-    (Product.over_ranks), with these: kernels.peer_sums.PeerSums.
+    (Product.over_ranks), with these; a GEMM may send its part (Ops.linear_sending):
+    kernels.peer_sums.PeerSums.
     """
 
     @property
     def chain_fields(self) -> Mapping[str, float] | None: ...
+
+    def sent_fields(self, partial: Tensor) -> Mapping[str, float] | None: ...
 
     def add_rows(
         self,
@@ -37,6 +40,7 @@ class RowSums(Protocol):
         out: Tensor | None,
         normed: Tensor | None = None,
         follows_product: bool = False,
+        sent: bool = False,
     ) -> None: ...
 
 

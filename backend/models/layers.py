@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.backend.models.context import Context, Ranks, Rows
+from tridecode.backend.models.context import Context, Ranks, Rows, RowSums
 from tridecode.backend.weights.layout import share_size
 from tridecode.kernels.operands import CacheLayer, DecoderLayer, Heads, Linear, Norm, Product, Rope
 
@@ -58,9 +58,8 @@ def add_linears(
     if sums is None:
         residual.add_(_sum_over_ranks(context, *products))
         return Rows(residual, norm)
-    delta, biases = _partial_sums(context, False, *products), _biases(products)
-    normed = None if norm is None else delta
-    sums.add_rows(delta, biases, residual, norm, out=residual, normed=normed, follows_product=True)
+    normed = None if norm is None else context.work.delta[: context.num_tokens]
+    _add_parts(context, sums, products, residual, norm, out=residual, normed=normed)
     return Rows(residual, None) if normed is None else Rows(normed, None)
 
 
@@ -149,8 +148,7 @@ def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], no
         add_linears(context, x, product)
         context.ops.norm(x, norm, out=x)
         return
-    delta = _partial_sums(context, False, product)
-    sums.add_rows(delta, _biases([product]), x, norm, out=None, normed=x, follows_product=True)
+    _add_parts(context, sums, [product], x, norm, out=None, normed=x)
 
 
 def add_normed(
@@ -166,9 +164,8 @@ def add_normed(
     if sums is None:
         delta = _sum_over_ranks(context, product)
     else:
-        delta, normed = _partial_sums(context, False, product), None
-        biases = _biases([product])
-        sums.add_rows(delta, biases, None, norm, out=None, normed=delta, follows_product=True)
+        delta, normed = context.work.delta[: context.num_tokens], None
+        _add_parts(context, sums, [product], None, norm, out=None, normed=delta)
     if next_norm is None:
         context.ops.add_normed(residual, delta, normed)
         return Rows(residual, None)
@@ -193,6 +190,28 @@ def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tenso
     delta = _partial_sums(context, context.ranks.tensor_rank == 0, *products)
     context.ranks.all_reduce(delta)
     return delta
+
+
+def _add_parts(
+    context: Context,
+    sums: RowSums,
+    products: Sequence[tuple[Tensor, Linear]],
+    residual: Tensor | None,
+    norm: Norm | None,
+    *,
+    out: Tensor | None,
+    normed: Tensor | None,
+) -> None:
+    """Compute RowSums.add_rows of the sum of the products, whose parts are in work.delta."""
+    sent = False
+    if len(products) == 1:
+        ((x, linear),) = products
+        delta = context.work.delta[: context.num_tokens]
+        sent = context.ops.linear_sending(x, replace(linear, bias=None), sums, out=delta)
+    if not sent:
+        delta = _partial_sums(context, False, *products)
+    biases = _biases(products)
+    sums.add_rows(delta, biases, residual, norm, out=out, normed=normed, follows_product=True, sent=sent)
 
 
 def _partial_sums(context: Context, with_biases: bool, *products: tuple[Tensor, Linear]) -> Tensor:

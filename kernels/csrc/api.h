@@ -21,4 +21,5 @@
 #include "api/ranks.h"
 #include "api/rows.h"
 #include "api/sampling.h"
+#include "api/sent_gemm.h"
 #include "api/version.h"

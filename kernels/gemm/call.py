@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class Call(NamedTuple):
 
     heads, head_fields: set for a query, key and value projection, whose epilogue may rotate the heads and
     write keys and values to the cache; head_fields comes from fields_of_heads. adapters: the fields of
-    tridecode_adapted_gemm_task, of a call that WeightKind.adapts accepts.
+    tridecode_adapted_gemm_task, of a call that WeightKind.adapts accepts. sent: those of
+    tridecode_sent_gemm_task, of a call that WeightKind.sends accepts.
     """
 
     x: Tensor
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     heads: Heads | None = None
     head_fields: dict[str, float] | None = None
     adapters: dict[str, int] | None = None
+    sent: Mapping[str, float] | None = None
 
     @property
     def tokens(self) -> int:

@@ -26,6 +26,11 @@ class Dense(WeightKind):
         plan = self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
         return plan.adapts and (call.heads is None or plan.fuses_heads)
 
+    def sends(self, call: Call) -> bool:
+        weight = call.linear.dense
+        outputs, inputs = weight.shape
+        return not call.out_float32 and self.gpu.choose_gemm(call.gemm(outputs, inputs, weight)).sends
+
     def launch(self, call: Call) -> bool:
         gpu, weight = self.gpu, call.linear.dense
         outputs, inputs = weight.shape
@@ -48,7 +53,7 @@ class Dense(WeightKind):
             **heads,
             **norm_fields(call.norm),
         }
-        self.run(plan.kernel, task, call.adapters)
+        self.run(plan.kernel, task, call)
         return plan.fuses_heads
 
     def chain_operand(self, linear: Linear) -> str:

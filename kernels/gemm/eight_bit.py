@@ -83,6 +83,12 @@ class EightBit(WeightKind):
             return False
         return self.gpu.choose_gemm(self._gemm(weight, call)).adapts
 
+    def sends(self, call: Call) -> bool:
+        weight = _weight(call)
+        if self.operand != "int8" or call.out_float32 or not self._fuses(weight, call):
+            return False
+        return self.gpu.choose_gemm(self._gemm(weight, call)).sends
+
     def launch(self, call: Call) -> bool:
         """Launch a call, even if the kernels' epilogue does not cover all of it."""
         weight = _weight(call)
@@ -178,7 +184,7 @@ class EightBit(WeightKind):
             **plan_fields(plan),
             **(call.head_fields or {}),
         }
-        self.run(plan.kernel, task, call.adapters)
+        self.run(plan.kernel, task, call)
 
     def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, float]:
         """Return the task fields for operands in 8 bit."""

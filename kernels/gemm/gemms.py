@@ -17,8 +17,18 @@ from tridecode.kernels.gemm.eight_bit import EightBit, Fp8Blocks, TwoParts
 from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.packed import Int4, Packed
 from tridecode.kernels.gemm.packing import pack_linear
+from tridecode.kernels.gemm.plan import SENT_TOKENS
 from tridecode.kernels.gpu import Gpu
-from tridecode.kernels.operands import AdapterSlots, AdapterTable, Batch, CacheLayer, Heads, Linear, Product
+from tridecode.kernels.operands import (
+    AdapterSlots,
+    AdapterTable,
+    Batch,
+    CacheLayer,
+    Heads,
+    Linear,
+    Product,
+    RankWords,
+)
 
 
 class Gemms:
@@ -53,6 +63,17 @@ class Gemms:
         check_call("linear", call)
         if call.x.shape[0] > 0:
             self.kinds[call.linear.kind].linear(call)
+
+    def linear_sending(self, call: Call, sums: RankWords) -> bool:
+        if call.linear.bias is not None or call.tokens > SENT_TOKENS:
+            return False
+        check_call("linear_sending", call)
+        kind, fields = self.kinds[call.linear.kind], sums.sent_fields(call.out)
+        if fields is None or not kind.sends(call):
+            return False
+        if call.x.shape[0] > 0:
+            kind.linear(call._replace(sent=fields))
+        return True
 
     def linear_with_adapters(
         self, call: Call, table: AdapterTable, adapters: AdapterSlots, sums: Tensor

@@ -30,6 +30,10 @@ class WeightKind(ABC):
         """Return whether one GEMM computes the call and can add adapters in its epilogue."""
         return False
 
+    def sends(self, call: Call) -> bool:
+        """Return whether one GEMM computes the call, of a part of a sum, and can send the result."""
+        return False
+
     def linear(self, call: Call) -> None:
         """Compute any call without heads."""
         if call.activation in ACTIVATIONS:
@@ -79,19 +83,19 @@ class WeightKind(ABC):
             dtype=DTYPES[call.x.dtype],
         )
 
-    def run(self, kernel: str, task: Mapping[str, float], adapters: Mapping[str, int] | None = None) -> None:
+    def run(self, kernel: str, task: Mapping[str, float], call: Call) -> None:
         """Launch a kernel of csrc/api/gemm.h.
 
         task: made in one expression of call.fields(), gpu.scratch_fields and the fields of the weight, the
         tile, the norm and the heads: each further merge costs the host as much as a check of the tensors.
-        adapters: Call.adapters.
         """
-        gpu = self.gpu
-        if adapters is None:
+        gpu, more = self.gpu, call.adapters or call.sent
+        if more is None:
             getattr(gpu.library, kernel)(gpu.stream, task)
             return
         gemm = gpu.library.structures["tridecode_gemm_task"](**task)
-        getattr(gpu.library, f"{kernel}_adapted")(gpu.stream, gemm=addressof(gemm), **adapters)
+        function = f"{kernel}_adapted" if call.adapters else f"{kernel}_sent"
+        getattr(gpu.library, function)(gpu.stream, gemm=addressof(gemm), **more)
 
 
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:

@@ -46,7 +46,7 @@ class Packed(DequantisedKind):
             **(call.head_fields if call.head_fields and plan.fuses_heads else {}),
             **fields,
         }
-        self.run(plan.kernel, task)
+        self.run(plan.kernel, task, call)
 
 
 class Int4(Packed):

@@ -58,6 +58,11 @@ class Plan(NamedTuple):
     fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
 
     @property
+    def sends(self) -> bool:
+        """Return whether the kernel has a function that sends its part of a sum over two ranks."""
+        return (self.tile_tokens, self.split) in SENT_TILES.get(self.kernel, ())
+
+    @property
     def adapts(self) -> bool:
         """Return whether the kernel has a function for rows with adapters."""
         return self.kernel in ADAPTED_KERNELS and self.tile_tokens <= ADAPTED_TOKENS
@@ -75,6 +80,15 @@ ADAPTED_KERNELS = (
     "gemm_sm90_stream_k_two_parts",
 )
 ADAPTED_TOKENS, ADAPTED_SLOTS = 64, 255
+#: kernels that also have a function for a part of a sum over two tensor ranks (csrc/gemm/sent): tokens of a
+#: tile and split; and the most tokens of a call
+_SENT_SPLITS = tuple((tokens, split) for tokens in (16, 32, 64) for split in (2, 3))
+SENT_TILES = {
+    "gemm_sm90_split_k": _SENT_SPLITS,
+    "gemm_sm90_split_k_8bit": _SENT_SPLITS,
+    "gemm_sm90_stream_k_8bit": ((64, 0),),
+}
+SENT_TOKENS = 256
 #: minimum stages of a cluster: each cluster that shares a tile costs about one stage
 LEAST_STAGES = 4
 

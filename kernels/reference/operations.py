@@ -19,6 +19,7 @@ from tridecode.kernels.operands import (
     Linear,
     Norm,
     Product,
+    RankWords,
 )
 from tridecode.kernels.reference import attention, sampling, top_rows
 from tridecode.kernels.reference.adapters import ReferenceAdapters
@@ -211,6 +212,9 @@ class Reference(ReferenceAdapters):
     @property
     def splits_steps(self) -> bool:
         return True
+
+    def linear_sending(self, x: Tensor, linear: Linear, sums: RankWords, *, out: Tensor) -> bool:
+        return False
 
     def linears(self, products: Sequence[Product]) -> bool:
         return False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.adapters.store import Table
-from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product, RankWords
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference.products import activated
 
@@ -92,6 +92,9 @@ class AdaptedOps:
     @property
     def splits_steps(self) -> bool:
         return False
+
+    def linear_sending(self, x: Tensor, linear: Linear, sums: RankWords, *, out: Tensor) -> bool:
+        return False  # adapters are added first
 
     def linears(self, products: Sequence[Product]) -> bool:
         return False

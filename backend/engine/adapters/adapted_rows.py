@@ -29,6 +29,7 @@ from tridecode.kernels.operands import (
     Linear,
     Norm,
     Product,
+    RankWords,
 )
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference.products import GATED
@@ -104,6 +105,9 @@ class AdaptedRows:
     @property
     def splits_steps(self) -> bool:
         return False
+
+    def linear_sending(self, x: Tensor, linear: Linear, sums: RankWords, *, out: Tensor) -> bool:
+        return False  # adapters are added first
 
     def linears(self, products: Sequence[Product]) -> bool:
         return False

@@ -48,6 +48,7 @@ typedef struct {
   const void* copied;
   const void* arrived;
   int arrival, first_part;
+  int sent;  // of two ranks: the GEMM that computed partial has sent it (sent_gemm.h)
 } tridecode_all_reduce_task;
 int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream);
 

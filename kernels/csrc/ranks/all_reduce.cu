@@ -11,6 +11,9 @@
 // after it has received the rows of the launch in between, which this rank sends when its reads are
 // over. A counter in device memory selects the buffer, so that a CUDA graph may be replayed.
 //
+// Of two ranks, the GEMM that computes the rows may have sent them (sent_task.cuh); a block then
+// only waits.
+//
 // Every rank adds in rank order in float32, so that all get the same bits.
 //
 // Bytes moved: (ranks - 1) * T * C * sizeof(X) in and out, and about 6 times that in local memory.
@@ -55,6 +58,9 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   __syncthreads();
   const int64_t turn = shared_turn;
   if (task.early) wait_for_predecessor_alone();
+  // The predecessor may be a GEMM that reads the word: not before the wait.
+  if (RANKS == 2 && row == 0 && threadIdx.x == 0)
+    static_cast<State*>(task.memory)->next = 1 - unsigned(turn);
 
   // The address in a rank's memory of another rank's data.
   auto place = [&](int owner, int sender, int c) {
@@ -66,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   each_item([&](int i, int c) { mine[i].load(task.partial, row * task.partial_stride + c); });
   each_item([&](int i, int c) {
     mine[i].fill_empty();
+    if (RANKS == 2 && task.sent) return;
 #pragma unroll
     for (int peer = 0; peer < RANKS; ++peer)
       if (peer < task.ranks && peer != task.rank)
@@ -152,6 +159,7 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
     std::memcpy(rows.memory, memory, sizeof(memory));
     const int items = ceil_div(t.columns, N * kThreads);
     const int threads = ceil_div(t.columns, N * (items > 2 ? 4 : items) * 32) * 32;
+    if (t.sent && t.ranks != 2) return fail("all_reduce: %d ranks, rows sent by a GEMM", t.ranks);
     if (t.two_shots) return launch_two_shots(rows, items, threads, stream);
     auto kernel = all_reduce_rows<X, 4, kMostRanks>;
     if (t.ranks == 2) {

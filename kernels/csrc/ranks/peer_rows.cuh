@@ -14,7 +14,11 @@ constexpr int kItems = 4;  // units per thread, at most
 // after an even number of launches.
 constexpr unsigned int kTickets = 1u << 20;
 
-using State = PeerState;
+struct State : PeerState {
+  // the number of the next sum's buffer, for GEMMs that send their part of it (sent_task.cuh). Only
+  // sums of two ranks write it; valid once they have ended
+  unsigned int next;
+};
 constexpr int kHeader = kPeerHeader;
 
 template <typename X>

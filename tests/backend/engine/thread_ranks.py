@@ -75,8 +75,20 @@ class ThreadSums:
     def __init__(self, ranks: ThreadRanks):
         self.ranks, self.launched = ranks, {True: 0, False: 0}
 
+    def sent_fields(self, partial) -> None:
+        return None
+
     def add_rows(
-        self, partial, biases=(), residual=None, norm=None, *, out, normed=None, follows_product=False
+        self,
+        partial,
+        biases=(),
+        residual=None,
+        norm=None,
+        *,
+        out,
+        normed=None,
+        follows_product=False,
+        sent=False,
     ) -> None:
         meeting = self.ranks.meeting
         parts = meeting.gather(self.ranks.stage, self.ranks.tensor_rank, partial.clone())
