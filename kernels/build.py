@@ -45,6 +45,7 @@ SPILLS = {
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 36,
     "gemm_sm90_stream_k_adapted.cu": 64,
+    "gemm_sm90_stream_k_kept.cu": 12,
     "gemm_sm90_stream_k_two_parts_adapted.cu": 64,
     "decode_attention.cu": 328,
     "decode_attention_8bit.cu": 64,

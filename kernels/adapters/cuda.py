@@ -30,9 +30,10 @@ class CudaAdapters:
         normed: Tensor | None = None,
         sums: Tensor | None = None,
         next_sums: NextSums | None = None,
+        complete: bool = False,
         out: Tensor,
     ) -> None:
-        made = Sum(x, table, product, activation, residual, norm, normed, sums, next_sums, out)
+        made = Sum(x, table, product, activation, residual, norm, normed, sums, next_sums, out, complete)
         add_adapters(self.gpu, adapters, made)
 
     def adapter_sums(
@@ -45,6 +46,18 @@ class CudaAdapters:
         normed: Tensor | None = None,
     ) -> Tensor | None:
         return adapter_sums(self.gpu, x, table, adapters, norm, normed)
+
+    def linear_keeping(
+        self,
+        x: Tensor,
+        linear: Linear,
+        adapters: AdapterSlots,
+        *,
+        activation: str,
+        product: Tensor,
+        out: Tensor,
+    ) -> bool:
+        return self.gemms.linear_keeping(Call(x, linear, out, None, activation), adapters, product)
 
     def linear_with_adapters(
         self,

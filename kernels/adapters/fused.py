@@ -15,7 +15,7 @@ from tridecode.kernels.adapters.operation import (
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.plan import ADAPTED_SLOTS, ADAPTED_TOKENS
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, contiguous, pointer
-from tridecode.kernels.operands import AdapterSlots, AdapterTable, Norm
+from tridecode.kernels.operands import AdapterSlots, AdapterTable, Linear, Norm
 
 
 def fits(x: Tensor, table: AdapterTable, adapters: AdapterSlots) -> bool:
@@ -53,6 +53,27 @@ def adapter_fields(
         "sums": sums.data_ptr(),
         "sum_parts": sums.shape[1],
         "sum_ranks": ranks,
+    }
+
+
+def kept_fields(x: Tensor, linear: Linear, adapters: AdapterSlots, product: Tensor) -> dict[str, int]:
+    """Return the fields that tridecode_kept_gemm_task adds to a GEMM of x.
+
+    product: (T, O), as x. Raises ShapeError or DtypeError for operands that do not fit.
+    """
+    what, slots = "linear_keeping", adapters.slots
+    same_dtype(what, ("x", x), ("product", product))
+    indices(what, ("slots", slots))
+    wanted = x.shape[0], linear.weight.shape[0]
+    if tuple(product.shape) != wanted or slots.shape != wanted[:1]:
+        raise ShapeError(
+            f"{what}: product is {tuple(product.shape)} and slots {tuple(slots.shape)}; wanted {wanted} and "
+            f"({wanted[0]},)"
+        )
+    return {
+        "slots": slots.data_ptr(),
+        "product": product.data_ptr(),
+        "product_stride": product.stride(0),
     }
 
 

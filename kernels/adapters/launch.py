@@ -42,6 +42,7 @@ class Sum:
     sums: Tensor | None
     next_sums: NextSums | None
     out: Tensor
+    complete: bool = False
 
     @property
     def gated(self) -> bool:
@@ -78,6 +79,8 @@ class Sum:
 
     def check_sums(self) -> None:
         """Raise ShapeError or DtypeError for sums that do not fit."""
+        if self.complete and (self.sums is None or self.norm is not None):
+            raise ShapeError("add_adapters: complete rows need the sums of x, and no norm")
         if self.norm is None and self.sums is None and self.next_sums is not None:
             raise ShapeError("add_adapters: next_sums need a norm or the sums of x")
         given = [] if self.sums is None else [("sums", self.sums, self.sums.shape[1])]
@@ -124,7 +127,9 @@ class Sum:
     def sum_fields(self) -> dict[str, object]:
         """Return the fields of the sums and of a row's parts."""
         columns, form = self.out.shape[1], dict(normed=self.norm is not None, gated=self.gated)
-        found: dict[str, object] = dict(blocks=parts(columns, **form), share=share(columns, **form))
+        found: dict[str, object] = dict(
+            blocks=parts(columns, **form), share=share(columns, **form), complete=self.complete
+        )
         if self.sums is not None:
             found |= dict(
                 sums=self.sums.data_ptr(), sum_parts=self.sums.shape[1], sum_ranks=self.sums.shape[2]

@@ -82,6 +82,7 @@ class AdapterOps(Protocol):
         normed: Tensor | None = None,
         sums: Tensor | None = None,
         next_sums: NextSums | None = None,
+        complete: bool = False,
         out: Tensor,
     ) -> None:
         """out[t] = activation(product[t] + x[t] @ a.T @ b) + residual[t], then normed = norm(out).
@@ -92,8 +93,10 @@ class AdapterOps(Protocol):
         an activation. out, residual: (T, O) X, or (T, O / 2) with a gated activation; out may alias product
         or residual. norm and normed (T, O) X are given together, without an activation, for up to
         MOST_NORMED_COLUMNS columns. sums: those of x, from the call whose result is x. next_sums: filled with
-        those of normed or, without a norm, of out; only with a norm or with sums. in, O and O / 2 are
-        multiples of ADAPTER_VECTOR. Source: Hu et al. 2021. Agrees with peft's layers.
+        those of normed or, without a norm, of out; only with a norm or with sums. complete: rows without an
+        adapter are in out already (linear_keeping), and their product is undefined; with sums, without a
+        norm. in, O and O / 2 are multiples of ADAPTER_VECTOR. Source: Hu et al. 2021. Agrees with peft's
+        layers.
         """
         ...
 
@@ -110,6 +113,24 @@ class AdapterOps(Protocol):
 
         For steps in which many rows have an adapter. Returns None, with nothing done, if no kernel computes
         them. norm and normed (T, in) X are given together.
+        """
+        ...
+
+    def linear_keeping(
+        self,
+        x: Tensor,
+        linear: Linear,
+        adapters: AdapterSlots,
+        *,
+        activation: str,
+        product: Tensor,
+        out: Tensor,
+    ) -> bool:
+        """out = activation(x @ weight.T), and product = x @ weight.T for the rows with an adapter.
+
+        Other rows of product are undefined; add_adapters with `complete` follows. Returns False, with nothing
+        done, if no kernel does so. activation: a gated one. product: (T, O) X. Other arguments as those of
+        `linear` and add_adapters.
         """
         ...
 

@@ -15,6 +15,7 @@
 #include "api/drafts.h"
 #include "api/even_split.h"
 #include "api/gemm.h"
+#include "api/kept_gemm.h"
 #include "api/library.h"
 #include "api/operands.h"
 #include "api/packed.h"

@@ -32,8 +32,8 @@ class Call(NamedTuple):
 
     heads, head_fields: set for a query, key and value projection, whose epilogue may rotate the heads and
     write keys and values to the cache; head_fields comes from fields_of_heads. adapters: the fields of
-    tridecode_adapted_gemm_task, of a call that WeightKind.adapts accepts. sent: those of
-    tridecode_sent_gemm_task, of a call that WeightKind.sends accepts.
+    tridecode_adapted_gemm_task, of a call that WeightKind.adapts accepts. sent and kept:
+    those of tridecode_sent_gemm_task and tridecode_kept_gemm_task, likewise with WeightKind.sends and keeps.
     """
 
     x: Tensor
@@ -46,6 +46,7 @@ class Call(NamedTuple):
     head_fields: dict[str, float] | None = None
     adapters: dict[str, int] | None = None
     sent: Mapping[str, float] | None = None
+    kept: Mapping[str, float] | None = None
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.kind import WeightKind
-from tridecode.kernels.gpu import ACTIVATIONS, Gpu, norm_fields, plan_fields
+from tridecode.kernels.gpu import ACTIVATIONS, FUSED_GATES, Gpu, norm_fields, plan_fields
 from tridecode.kernels.operands import Linear
 
 
@@ -30,6 +30,12 @@ class Dense(WeightKind):
         weight = call.linear.dense
         outputs, inputs = weight.shape
         return not call.out_float32 and self.gpu.choose_gemm(call.gemm(outputs, inputs, weight)).sends
+
+    def keeps(self, call: Call) -> bool:
+        weight = call.linear.dense
+        outputs, inputs = weight.shape
+        plan = self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
+        return call.activation in FUSED_GATES and not call.out_float32 and plan.keeps
 
     def launch(self, call: Call) -> bool:
         gpu, weight = self.gpu, call.linear.dense

@@ -17,7 +17,7 @@ from tridecode.kernels.gemm.eight_bit import EightBit, Fp8Blocks, TwoParts
 from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.packed import Int4, Packed
 from tridecode.kernels.gemm.packing import pack_linear
-from tridecode.kernels.gemm.plan import SENT_TOKENS
+from tridecode.kernels.gemm.plan import KEPT_TOKENS, SENT_TOKENS
 from tridecode.kernels.gpu import Gpu
 from tridecode.kernels.operands import (
     AdapterSlots,
@@ -73,6 +73,20 @@ class Gemms:
             return False
         if call.x.shape[0] > 0:
             kind.linear(call._replace(sent=fields))
+        return True
+
+    def linear_keeping(self, call: Call, adapters: AdapterSlots, product: Tensor) -> bool:
+        if call.linear.bias is not None or call.tokens > KEPT_TOKENS:
+            return False
+        if adapters.groups is None or adapters.order is None:
+            return False
+        check_call("linear_keeping", call)
+        kind = self.kinds[call.linear.kind]
+        if not kind.keeps(call):
+            return False
+        fields = fused.kept_fields(call.x, call.linear, adapters, product)
+        if call.x.shape[0] > 0:
+            kind.linear(call._replace(kept=fields))
         return True
 
     def linear_with_adapters(

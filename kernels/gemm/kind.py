@@ -34,6 +34,10 @@ class WeightKind(ABC):
         """Return whether one GEMM computes the call, of a part of a sum, and can send the result."""
         return False
 
+    def keeps(self, call: Call) -> bool:
+        """Return whether one GEMM computes the call and can also store the products of some rows."""
+        return False
+
     def linear(self, call: Call) -> None:
         """Compute any call without heads."""
         if call.activation in ACTIVATIONS:
@@ -89,13 +93,13 @@ class WeightKind(ABC):
         task: made in one expression of call.fields(), gpu.scratch_fields and the fields of the weight, the
         tile, the norm and the heads: each further merge costs the host as much as a check of the tensors.
         """
-        gpu, more = self.gpu, call.adapters or call.sent
+        gpu, more = self.gpu, call.adapters or call.sent or call.kept
         if more is None:
             getattr(gpu.library, kernel)(gpu.stream, task)
             return
         gemm = gpu.library.structures["tridecode_gemm_task"](**task)
-        function = f"{kernel}_adapted" if call.adapters else f"{kernel}_sent"
-        getattr(gpu.library, function)(gpu.stream, gemm=addressof(gemm), **more)
+        suffix = "adapted" if call.adapters else "sent" if call.sent else "kept"
+        getattr(gpu.library, f"{kernel}_{suffix}")(gpu.stream, gemm=addressof(gemm), **more)
 
 
 def finish_heads(gpu: Gpu, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:

@@ -63,6 +63,11 @@ class Plan(NamedTuple):
         return (self.tile_tokens, self.split) in SENT_TILES.get(self.kernel, ())
 
     @property
+    def keeps(self) -> bool:
+        """Return whether the kernel has a function that also stores the products of some rows."""
+        return self.kernel == "gemm_sm90_stream_k" and self.tile_tokens in KEPT_TILES
+
+    @property
     def adapts(self) -> bool:
         """Return whether the kernel has a function for rows with adapters."""
         return self.kernel in ADAPTED_KERNELS and self.tile_tokens <= ADAPTED_TOKENS
@@ -89,6 +94,10 @@ SENT_TILES = {
     "gemm_sm90_stream_k_8bit": ((64, 0),),
 }
 SENT_TOKENS = 256
+#: tokens of the tiles of SwiGLU for which gemm_sm90_stream_k has a function that also stores the products of
+#: rows with an adapter, and the most tokens of a call
+KEPT_TILES = (96, 128, 160, 192, 224, 256)
+KEPT_TOKENS = 256
 #: minimum stages of a cluster: each cluster that shares a tile costs about one stage
 LEAST_STAGES = 4
 

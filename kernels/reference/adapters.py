@@ -40,10 +40,13 @@ class ReferenceAdapters(ABC):
         normed: Tensor | None = None,
         sums: Tensor | None = None,
         next_sums: NextSums | None = None,
+        complete: bool = False,
         out: Tensor,
     ) -> None:
         total = activated(with_deltas(product, x, table, adapters, sums), activation)
-        out.copy_(total if residual is None else total + residual.float())
+        total = total if residual is None else total + residual.float()
+        rows = adapters.slots >= 0 if complete else torch.ones_like(adapters.slots, dtype=torch.bool)
+        out[rows] = total[rows].to(out.dtype)
         if norm is not None and normed is not None:
             self.norm(out, norm, out=normed)
         if next_sums is not None:
@@ -65,6 +68,23 @@ class ReferenceAdapters(ABC):
         following = NextSums(table, torch.empty(x.shape[0], 1, ranks, device=x.device))
         store_sums(x, adapters, following)
         return following.sums
+
+    def linear_keeping(
+        self,
+        x: Tensor,
+        linear: Linear,
+        adapters: AdapterSlots,
+        *,
+        activation: str,
+        product: Tensor,
+        out: Tensor,
+    ) -> bool:
+        self.linear(x, linear, activation=activation, out=out)
+        rows = adapters.slots >= 0
+        kept = torch.empty(int(rows.sum()), product.shape[1], dtype=x.dtype, device=x.device)
+        self.linear(x[rows], linear, out=kept)
+        product[rows] = kept
+        return True
 
     def linear_with_adapters(
         self,

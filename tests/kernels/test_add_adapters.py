@@ -217,9 +217,20 @@ class TwoGemms:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(("columns", "given"), [(40, 0), (1000, 9), (4096, 0), (4096, 14), (8192, 1)])
-def test_a_norm_computes_the_sums_of_the_next_gemm(place: Place, columns, given, kind, dtype) -> None:
-    rows, ranks, next_ranks = 19, {0: 16, 2: 130, 3: 40}, {0: 48, 1: 5, 3: 200}
+@pytest.mark.parametrize(
+    ("rows", "columns", "given"),
+    [
+        (19, 40, 0),
+        (19, 1000, 9),
+        (19, 4096, 0),
+        (19, 4096, 14),
+        (19, 8192, 1),
+        (190, 1000, 2),
+        (190, 4096, 0),
+    ],
+)
+def test_a_norm_computes_the_sums_of_the_next_gemm(place: Place, rows, columns, given, kind, dtype) -> None:
+    ranks, next_ranks = {0: 16, 2: 130, 3: 40}, {0: 48, 1: 5, 3: 200}
     gemms = TwoGemms(place, ranks, next_ranks, rows, 520, columns, dtype, normed=True)
     bias = None if kind == "rms" else place.normal(columns, dtype=dtype)
     norm = Norm(place.normal(columns, dtype=dtype) + 1, bias, 1e-5)
@@ -228,6 +239,28 @@ def test_a_norm_computes_the_sums_of_the_next_gemm(place: Place, columns, given,
     assert_close("linear", out, gemms.wanted())
     assert_close("norm", normed, norm64(out, norm))
     gemms.check_next(normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, *GATES])
+@pytest.mark.parametrize(("rows", "columns"), [(13, 72), (130, 2056), (130, 4096)])
+def test_rows_without_an_adapter_may_be_complete(place: Place, rows, columns, activation, dtype) -> None:
+    if place.device.type == "cpu":
+        columns = 72
+    ranks, next_ranks = {0: 32, 1: 3, 2: 144}, {0: 16, 2: 64, 3: 7}
+    gemms = TwoGemms(place, ranks, next_ranks, rows, 136, columns, dtype, gated=activation in GATES)
+    out = activated64(gemms.wanted(), activation, None).to(place.device, dtype)
+    with_adapter = torch.tensor(gemms.slots) >= 0
+    complete = out.clone()
+    out[with_adapter.to(place.device)] = float("nan")
+    product = gemms.product.clone()
+    product[~with_adapter.to(place.device)] = float("nan")
+    changed = torch.tensor([slot in ranks or slot in next_ranks for slot in gemms.slots]).to(place.device)
+    gemms.run(8, product=product, activation=activation, complete=True, out=out)
+    assert_close("linear", out[changed], activated64(gemms.wanted(), activation, None)[changed.cpu()])
+    assert torch.equal(out[~with_adapter.to(place.device)], complete[~with_adapter.to(place.device)])
+    out[with_adapter.to(place.device) & ~changed] = 0  # an empty slot: what the GEMM stored remains
+    gemms.check_next(out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
 from tridecode.kernels.gemm.chain_table import chain_tokens
-from tridecode.kernels.gemm.plan import ADAPTED_TOKENS, SENT_TOKENS, Device, Gemm, Plan
+from tridecode.kernels.gemm.plan import ADAPTED_TOKENS, KEPT_TOKENS, SENT_TOKENS, Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import library_rows
 from tridecode.tools.bench.shapes.presets import PRESETS
@@ -94,6 +94,8 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
             if plan.adapts and gemm.tokens <= ADAPTED_TOKENS:
                 chosen.setdefault(f"{plan.kernel}_adapted", set()).add(instance_of(gemm, plan))
+            if plan.keeps and gemm.tokens <= KEPT_TOKENS:
+                chosen.setdefault(f"{plan.kernel}_kept", set()).add(instance_of(gemm, plan))
             if plan.sends and gemm.tokens <= SENT_TOKENS and gemm.epilogue == "linear":
                 chosen.setdefault(f"{plan.kernel}_sent", set()).add(instance_of(gemm, plan))
     library = {"gemm_library", "gemm_library_epilogue", "gemm_expanded"}

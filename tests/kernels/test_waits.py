@@ -32,7 +32,7 @@ READ_CONSTANTS = {
 READ_RESULTS = {
     *("decode_attention", "decode_attention_cluster", "decode_attention_wide"),
     *("combine_prefill_parts", "prefill_attention_split"),
-    *("add_adapters", "spread_adapters", "spread_adapters_norm", "norm_share"),
+    *("add_adapters", "spread_row", "spread_adapted_rows", "spread_adapters_norm", "norm_share"),
     *("rotate_and_cache_whole", "rotate_and_round_whole"),
     *("all_reduce_owned_rows", "all_reduce_rows"),
 }

@@ -70,6 +70,7 @@ OURS = {
     "rotate_and_round_whole": ATTENTION,
     "sample": SAMPLING,
     "soft_cap": OTHER,
+    "spread_adapted_rows": OTHER,
     "spread_adapters": OTHER,
     "spread_adapters_norm": OTHER,
     "top_log_probs": SAMPLING,

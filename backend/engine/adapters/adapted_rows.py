@@ -51,7 +51,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A GEMM x -> product whose adapters have not been added yet. out: where they are added. sums: of x."""
+    """A GEMM x -> product whose adapters have not been added yet. out: where they are added. sums: of x.
+    complete: only rows with an adapter are missing in out."""
 
     x: Tensor
     table: AdapterTable
@@ -60,6 +61,7 @@ class _Sum:
     sums: Tensor | None = None
     activation: str | None = None
     residual: Tensor | None = None
+    complete: bool = False
 
 
 class AdaptedRows:
@@ -264,10 +266,20 @@ class AdaptedRows:
             tokens = slice(first, first + _CHUNK)
             rows = x[tokens]
             product = torch.empty(rows.shape[0], linear.weight.shape[0], dtype=x.dtype, device=x.device)
-            self._ops.linear(rows, linear, out=product)
-            self._add_segments(rows, linear, product, first)
+            keeps = (
+                sums is not None
+                and residual is None
+                and activation in GATED
+                and not self._segments
+                and self._ops.linear_keeping(
+                    rows, linear, self._adapters, activation=activation, product=product, out=out[tokens]
+                )
+            )
+            if not keeps:
+                self._ops.linear(rows, linear, out=product)
+                self._add_segments(rows, linear, product, first)
             added = None if residual is None else residual[tokens]
-            made = _Sum(rows, table, product, out[tokens], sums, activation, added)
+            made = _Sum(rows, table, product, out[tokens], sums, activation, added, keeps)
             if x.shape[0] > _CHUNK:
                 self._add(made, adapters=self._adapters.of(tokens))
             elif self._defers:
@@ -294,6 +306,7 @@ class AdaptedRows:
             normed=normed,
             sums=made.sums,
             next_sums=following,
+            complete=made.complete,
             out=made.out,
         )
 

@@ -39,6 +39,7 @@ typedef struct {
   int sum_parts, sum_ranks, next_ranks;
   int share;               // vectors of 8 columns per block: 32, 64, 128 or 256
   const int* num_adapted;  // number of rows with an adapter, the first of `rows`; null: unknown
+  int complete;            // 1: rows without an adapter are complete in out; only without a norm
 } tridecode_adapters_task;
 int tridecode_add_adapters(const tridecode_adapters_task* task, void* stream);
 // The same for capability 9.0, with products that an earlier launch computed.

@@ -3,4 +3,4 @@
 #pragma once
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 27
+#define TRIDECODE_ABI_VERSION 28

@@ -42,21 +42,26 @@ struct Part {
   Pair pair, next;    // rank 0: none
   bool split;         // whether the row is spread over all blocks
   bool spare;         // whether this block has no part of a row
+  bool last;          // whether all rows have smaller numbers
   int share, groups;  // group 0 alone computes the row
   int group, at;      // at: the thread's number in its group
 
+  // The part of the row or, behind the rows with an adapter, of the rows with this number.
   // num_adapted: if not null, the blocks of a cluster behind these rows have a row each.
-  __device__ __forceinline__ Part(const Task& task, int vectors_per_block, const int* num_adapted) {
-    int number = blockIdx.y;
+  __device__ __forceinline__ Part(const Task& task, int number, int vectors_per_block,
+                                  const int* num_adapted) {
     spare = blockIdx.x > 0;
     int64_t slot = -1;
     pair.rank = next.rank = 0;
+    row = task.rows && number < task.tokens ? task.rows[number] : number;  // before the next load
     const int adapted = num_adapted ? *num_adapted : task.tokens;
+    last = number >= task.tokens;
     if (number < adapted) {
-      row = task.rows ? task.rows[number] : number;
       slot = task.slots[row];
     } else {
-      number = adapted + (number - adapted) * gridDim.x + blockIdx.x;
+      number = adapted + (number - adapted) * gridDim.x;
+      last = number >= task.tokens;
+      number += blockIdx.x;
       spare = number >= task.tokens;
       row = spare ? 0 : task.rows[number];
     }

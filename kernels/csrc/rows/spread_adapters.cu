@@ -16,15 +16,20 @@
 namespace tridecode {
 namespace {
 
-constexpr int kWholeItems = 2;  // vectors of 8 columns per thread of a row without an adapter
+constexpr int kWholeItems = 2;    // vectors of 8 columns per thread of a row without an adapter
+constexpr int kMostAdapted = 40;  // rows with an adapter that have blocks of their own
+
+struct Shared {
+  float all[kMostRanks], handed[kThreads][8];
+};
 
 template <typename X, bool GATED>
-__global__ void __launch_bounds__(kThreads, 2)
-    spread_adapters(const __grid_constant__ Task task, int columns, int share) {
-  __shared__ float all[kMostRanks], handed[kThreads][8];
+__device__ __forceinline__ void spread_row(const Task& task, const Part& part, Shared& shared,
+                                           int columns) {
+  auto& all = shared.all;
+  auto& handed = shared.handed;
   constexpr int kHalves = GATED ? 2 : 1;
   const int vectors = columns / 8;
-  const Part part(task, share, nullptr);
   const int vector = part.split ? blockIdx.x * part.share + part.at
                                 : blockIdx.x * kThreads * kWholeItems + threadIdx.x;
   const bool changes =
@@ -94,6 +99,28 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+template <typename X, bool GATED>
+__global__ void __launch_bounds__(kThreads, 2)
+    spread_adapters(const __grid_constant__ Task task, int columns, int share) {
+  __shared__ Shared shared;
+  spread_row<X, GATED>(task, Part(task, blockIdx.y, share, nullptr), shared, columns);
+}
+
+// Computes only the rows with an adapter.
+template <typename X, bool GATED>
+__global__ void __launch_bounds__(kThreads, 2)
+    spread_adapted_rows(const __grid_constant__ Task task, int columns, int share) {
+  __shared__ Shared shared;
+  const int adapted = *task.num_adapted;
+  if (int(blockIdx.y) >= adapted) return wait_for_predecessor();
+#pragma unroll 1
+  for (int number = blockIdx.y; number < adapted; number += gridDim.y) {
+    const Part part(task, number, share, nullptr);
+    if (part.split) spread_row<X, GATED>(task, part, shared, columns);
+    __syncthreads();  // the sums in shared memory have been read
+  }
+}
+
 int check_task(const Task& task, int columns) {
   const int vectors = columns / 8, share = task.share, blocks = task.blocks;
   if (device().capability < 90) return fail("spread_adapters: needs compute capability 9.0");
@@ -124,10 +151,14 @@ int tridecode_spread_adapters(const tridecode_adapters_task* given, void* stream
   const int columns = gated ? task.outputs / 2 : task.outputs;
   if (int status = check_task(task, columns)) return status;
   if (task.normed) return run_spread_norm(task, columns, stream);
-  const dim3 grid(task.blocks, task.tokens);
+  if (task.complete && !(task.rows && task.num_adapted))
+    return fail("spread_adapters: rows with adapters not first");
+  const dim3 grid(task.blocks, task.complete ? min(task.tokens, kMostAdapted) : task.tokens);
   return for_dtype(task.dtype, "spread_adapters", [&](auto zero) {
     using X = decltype(zero);
-    return launch("spread_adapters", gated ? spread_adapters<X, true> : spread_adapters<X, false>,
-                  grid, kThreads, 0, stream, task, columns, task.share);
+    const auto kernel = task.complete
+                            ? (gated ? spread_adapted_rows<X, true> : spread_adapted_rows<X, false>)
+                            : (gated ? spread_adapters<X, true> : spread_adapters<X, false>);
+    return launch("spread_adapters", kernel, grid, kThreads, 0, stream, task, columns, task.share);
   });
 }

@@ -16,10 +16,17 @@ namespace tridecode {
 namespace {
 
 constexpr int kMostBlocks = 8;  // of a row
+// of rows with an adapter, without loops: behind 64 rows the blocks fit next to each other
+constexpr int kMostClusters = 56;
 constexpr int kWholeItems = 4;  // vectors of 8 columns per thread of a row without an adapter
 constexpr int kAtOnce = 16;     // ranks whose sums are in shared memory at a time
 constexpr int kLanes = 4;       // of a vector
-constexpr int kNextRanks = 8;   // ranks of the next a whose products are added up at once
+constexpr int kNextRanks = 12;  // ranks of the next a whose products are added up at once
+// Ranks of the next a that are loaded before the wait; the others are in the L2 cache by then.
+template <typename X, int VECTORS, bool LOOPS>
+constexpr int kNextAhead = kNextRanks * (sizeof(X) * VECTORS > 4            ? 1
+                                         : sizeof(X) * VECTORS > 2 || LOOPS ? 2
+                                                                            : 4);
 
 // A row of a launch, and the operands behind the product.
 template <typename X>
@@ -103,8 +110,13 @@ struct ClusterSums {
 };
 
 struct Shared {
-  float own[kAtOnce], joined[kAtOnce];
-  float norm_sums[2][32], totals[2];
+  union {
+    struct {
+      float own[kAtOnce], joined[kAtOnce], norm_sums[2][32];
+    };
+    float next[kWarps][kNextRanks];  // of the warps
+  };
+  float totals[2];
 };
 
 // This block's columns of a row with an adapter: VECTORS of 8 columns per lane.
@@ -134,13 +146,12 @@ struct Share {
                                          int first) const {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const uint32_t span = valid[i] ? __ldg(part.pair.spans + vector[i] * 8 / kSpan) : 0u;
 #pragma unroll
       for (int k = 0; k < kAtOnce / kLanes; ++k) {
         const int r = first + lane_rank + kLanes * k;
         loaded[i][k].load(
             static_cast<const X*>(part.pair.b) + int64_t(r) * task.outputs + 8 * vector[i],
-            r >= int(span & 0xffff) && r < int(span >> 16));
+            valid[i] && r < part.pair.rank);
       }
     }
   }
@@ -201,10 +212,12 @@ struct Share {
     }
   }
 
-  __device__ __forceinline__ void load_next(Vector<X> (&loaded)[kNextRanks / kLanes][VECTORS],
+  // COUNT ranks of the next a from `first` on, in kLanes lanes.
+  template <int COUNT>
+  __device__ __forceinline__ void load_next(Vector<X> (&loaded)[COUNT / kLanes][VECTORS],
                                             int first) const {
 #pragma unroll
-    for (int k = 0; k < kNextRanks / kLanes; ++k) {
+    for (int k = 0; k < COUNT / kLanes; ++k) {
       const int r = first + lane_rank + kLanes * k;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i)
@@ -213,9 +226,18 @@ struct Share {
     }
   }
 
-  // Makes later loads of the next a hit the L2 cache.
-  __device__ __forceinline__ void prefetch_next() const {
-    for (int r = kNextRanks + lane_rank; r < part.next.rank; r += kLanes) {
+  // Makes later loads of this block's share of a and of the next a hit the L2 cache.
+  __device__ __forceinline__ void prefetch() const {
+    if (!task.sums) {
+      const int begin = int64_t(task.inputs / 8) * blockIdx.x / gridDim.x * 8;
+      const int end = int64_t(task.inputs / 8) * (blockIdx.x + 1) / gridDim.x * 8;
+      const X* const a = static_cast<const X*>(part.pair.a);
+      constexpr int kLine = 128 / sizeof(X);
+      const int lines = ceil_div(end - begin, kLine);
+      for (int i = threadIdx.x; i < lines * int(part.pair.rank); i += kThreads)
+        prefetch_l2(a + int64_t(i / lines) * task.inputs + begin + i % lines * kLine);
+    }
+    for (int r = lane_rank; r < part.next.rank; r += kLanes) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i)
         if (valid[i])
@@ -223,54 +245,72 @@ struct Share {
     }
   }
 
-  // Stores this block's part of y * a^T. loaded: the first ranks of a.
-  __device__ __forceinline__ void store_next(
-      const float (&y)[VECTORS][8], Vector<X> (&loaded)[kNextRanks / kLanes][VECTORS]) const {
-    float (*const partial)[kNextRanks] = reinterpret_cast<float (*)[kNextRanks]>(shared.norm_sums);
-    static_assert(sizeof(Shared::norm_sums) >= kWarps * kNextRanks * sizeof(float));
+  // Stores this block's part of y * a^T for kNextRanks ranks. Called by every thread.
+  template <int AT, int COUNT>
+  __device__ __forceinline__ void store_some(const float (&y)[VECTORS][8],
+                                             const Vector<X> (&loaded)[COUNT / kLanes][VECTORS],
+                                             int first) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = int(part.next.rank);
-    for (int first = 0; first < rank; first += kNextRanks) {
-      if (first) load_next(loaded, first);
-      float sums[kNextRanks / kLanes] = {};
+    float sums[kNextRanks / kLanes] = {};
 #pragma unroll
-      for (int k = 0; k < kNextRanks / kLanes; ++k) {
+    for (int k = 0; k < kNextRanks / kLanes; ++k) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-          float w[8];
-          loaded[k][i].get(w);
+      for (int i = 0; i < VECTORS; ++i) {
+        float w[8];
+        loaded[AT / kLanes + k][i].get(w);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) sums[k] = fmaf(y[i][j], w[j], sums[k]);
-        }
-#pragma unroll
-        for (int offset = 1; offset < 8; offset *= 2)
-          sums[k] += __shfl_xor_sync(kAll, sums[k], offset);
+        for (int j = 0; j < 8; ++j) sums[k] = fmaf(y[i][j], w[j], sums[k]);
       }
-      __syncthreads();  // the last sums have been read
-      if (lane % 8 == 0) {
 #pragma unroll
-        for (int k = 0; k < kNextRanks / kLanes; ++k)
-          partial[warp][lane_rank + kLanes * k] = sums[k];
-      }
-      __syncthreads();
-      if (threadIdx.x < kNextRanks && first + threadIdx.x < rank) {
-        float sum = 0.0f;
+      for (int offset = 1; offset < 8; offset *= 2)
+        sums[k] += __shfl_xor_sync(kAll, sums[k], offset);
+    }
+    __syncthreads();  // the last sums have been read
+    if (lane % 8 == 0) {
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i) sum += partial[i][threadIdx.x];
-        task.next_sums[(part.row * gridDim.x + blockIdx.x) * task.next_ranks + first +
-                       threadIdx.x] = sum;
-      }
+      for (int k = 0; k < kNextRanks / kLanes; ++k)
+        shared.next[warp][lane_rank + kLanes * k] = sums[k];
+    }
+    __syncthreads();
+    if (threadIdx.x < kNextRanks && first + threadIdx.x < rank) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) sum += shared.next[i][threadIdx.x];
+      task.next_sums[(part.row * gridDim.x + blockIdx.x) * task.next_ranks + first + threadIdx.x] =
+          sum;
+    }
+  }
+
+  // Stores this block's part of y * a^T. loaded: the first ranks of a.
+  template <int COUNT>
+  __device__ __forceinline__ void store_next(
+      const float (&y)[VECTORS][8], const Vector<X> (&loaded)[COUNT / kLanes][VECTORS]) const {
+    const int rank = int(part.next.rank);
+    if (rank > 0) store_some<0, COUNT>(y, loaded, 0);
+    if constexpr (COUNT > kNextRanks) {
+      if (rank > kNextRanks) store_some<kNextRanks, COUNT>(y, loaded, kNextRanks);
+    }
+    if constexpr (COUNT > 2 * kNextRanks) {
+      if (rank > 2 * kNextRanks) store_some<2 * kNextRanks, COUNT>(y, loaded, 2 * kNextRanks);
+      if (rank > 3 * kNextRanks) store_some<3 * kNextRanks, COUNT>(y, loaded, 3 * kNextRanks);
+    }
+    for (int first = COUNT; first < rank; first += kNextRanks) {
+      Vector<X> more[kNextRanks / kLanes][VECTORS];
+      load_next<kNextRanks>(more, first);
+      store_some<0, kNextRanks>(y, more, first);
     }
   }
 };
 
-template <typename X, int VECTORS>
+template <typename X, int VECTORS, bool LOOPS>
 __device__ __forceinline__ void norm_share(const Row<X>& row, const Share<X, VECTORS>& share) {
   const Task& task = row.task;
-  Vector<X> next[kNextRanks / kLanes][VECTORS], weights[VECTORS], products[VECTORS];
+  constexpr int kAhead = kNextAhead<X, VECTORS, LOOPS>;
+  Vector<X> next[kAhead / kLanes][VECTORS], weights[VECTORS], products[VECTORS];
   float v[VECTORS][8] = {};
-  share.prefetch_next();
+  share.prefetch();
   share.expand(v);
-  share.load_next(next, 0);
+  share.template load_next<kAhead>(next, 0);
   auto each_item = [&](auto body) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
@@ -310,24 +350,32 @@ __device__ __forceinline__ void norm_share(const Row<X>& row, const Share<X, VEC
     if (first) store8(row.normed + c, v[i]);
     round_all<X>(v[i]);
   });
-  share.store_next(v, next);
+  share.template store_next<kAhead>(v, next);
   cluster_wait();
 }
 
 #endif
 
-template <typename X, int VECTORS>
+// LOOPS: more rows may have an adapter than there are clusters. Apart, because it takes registers.
+template <typename X, int VECTORS, bool LOOPS = false>
 __global__ void __launch_bounds__(kThreads, 2)
     spread_adapters_norm(const __grid_constant__ Task task, int columns, int share) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ Shared shared;
-  const Part part(task, share, task.num_adapted);
-  if (part.spare) return;
-  const Row<X> row(task, part.row);
-  if (part.split) {
-    norm_share(row, Share<X, VECTORS>(task, part, shared, columns, share));
-  } else {
-    norm_row(row, columns, shared.norm_sums);
+#pragma unroll 1
+  for (int number = blockIdx.y;; number += gridDim.y) {
+    const Part part(task, number, share, task.num_adapted);
+    if (part.last) return;
+    if (!part.spare) {
+      const Row<X> row(task, part.row);
+      if (part.split) {
+        norm_share<X, VECTORS, LOOPS>(row, Share<X, VECTORS>(task, part, shared, columns, share));
+      } else {
+        norm_row(row, columns, shared.norm_sums);
+      }
+    }
+    if (!LOOPS) return;
+    __syncthreads();  // the sums in shared memory have been read
   }
 #endif
 }
@@ -342,10 +390,13 @@ int run_spread_norm(const Task& task, int columns, void* stream) {
   if (task.num_adapted && !task.rows) return fail("spread_adapters: rows with adapters not first");
   return for_dtype(task.dtype, "spread_adapters", [&](auto zero) {
     using X = decltype(zero);
-    const auto kernel = task.share == 64 ? spread_adapters_norm<X, 1> : spread_adapters_norm<X, 2>;
+    const int clusters = kMostClusters + ceil_div(task.tokens, task.blocks);
+    const bool loops = sizeof(X) == 2 && task.share == 64 && clusters < task.tokens;
+    auto kernel = task.share == 64 ? spread_adapters_norm<X, 1> : spread_adapters_norm<X, 2>;
+    if constexpr (sizeof(X) == 2) kernel = loops ? spread_adapters_norm<X, 1, true> : kernel;
     return launch_in_clusters("spread_adapters_norm", kernel, task.blocks > 1 ? task.blocks : 0,
-                              dim3(task.blocks, task.tokens), kThreads, 0, stream, task, columns,
-                              task.share);
+                              dim3(task.blocks, loops ? clusters : task.tokens), kThreads, 0,
+                              stream, task, columns, task.share);
   });
 }
 

@@ -9,16 +9,20 @@ namespace tridecode {
 namespace {
 
 constexpr int kTableRanks = 48;   // ranks of a token whose sums are in shared memory
-constexpr int kTileAdapters = 4;  // adapters whose b is in shared memory at a time
+constexpr int kTileAdapters = 8;  // adapters whose b is in shared memory at a time
 constexpr int kChunkRanks = 16;   // ranks of an instruction, and of b in shared memory
 constexpr int kPieces = 16;       // of 8 outputs of a block
 
 template <typename Task>
 constexpr bool kAdapted = !std::is_same<Task, GemmTask>::value;
 
-// kResident. Adapters take registers.
+// kResident. With half of the registers the sums would leave their registers for a while.
 template <typename Operand, int N, typename Task>
 constexpr int kResidentOf = kAdapted<Task> ? 1 : kResident<Operand, N>;
+
+// Buffers of results per warp group: adapters take the place of one.
+template <typename Task>
+constexpr int kBuffersOf = kAdapted<Task> ? 1 : kBuffers;
 
 // Bytes of shared memory for the adapters of N tokens.
 template <int N, typename Task>
@@ -29,8 +33,8 @@ constexpr int kAdapterBytes =
 
 // Shape, with room for the adapters in shared memory and, for few tokens too, in registers.
 template <int N, int PARTS, typename Task>
-struct ShapeOf : Shape<N, PARTS> {
-  using Base = Shape<N, PARTS>;
+struct ShapeOf : Shape<N, PARTS, kBuffersOf<Task>> {
+  using Base = Shape<N, PARTS, kBuffersOf<Task>>;
   static constexpr bool kSlim = Base::kSlim && !kAdapted<Task>;
   static constexpr int kRoom = Base::kRoom - kAdapterBytes<N, Task>;
   static constexpr int kStages = kRoom / Base::kStageBytes < 12 ? kRoom / Base::kStageBytes : 12;

@@ -211,6 +211,23 @@ struct BlockAdapters<X, N, MODE, AdaptedTask> {
     barrier_arrive(&tokens_filled);
   }
 
+  // The tokens of a tile that have an adapter, a bit for each.
+  struct Owned {
+    static constexpr int kWords = N <= 32 ? 1 : N / 32;
+    uint32_t words[kWords];
+    __device__ __forceinline__ uint32_t eight(int j) const {
+      return words[j / 4] >> j % 4 * 8 & 0xff;
+    }
+  };
+  __device__ __forceinline__ Owned tokens_with(int slot) const {
+    const int lane = threadIdx.x % 32;
+    Owned found;
+#pragma unroll
+    for (int i = 0; i < Owned::kWords; ++i)
+      found.words[i] = __ballot_sync(kAll, lane < N && slots[(32 * i + lane) % N] == slot);
+    return found;
+  }
+
   // Two sums of the tile's token number `mine`, from global memory.
   __device__ __forceinline__ uint32_t load_two(const AdaptedTask& task, int token, int mine,
                                                int rank) const {
@@ -218,31 +235,27 @@ struct BlockAdapters<X, N, MODE, AdaptedTask> {
     return rank % 4 ? pack<X>(four.z, four.w) : pack<X>(four.x, four.y);
   }
 
-  // c += a * sums for kChunkRanks ranks from `rank` on of the adapter in a slot. own: the slots of
-  // this lane's tokens.
-  __device__ __forceinline__ void multiply(float (&c)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2,
-                                           uint32_t a3, const AdaptedTask& task, int token,
-                                           const int (&own)[kEights], int slot, int rank) const {
+  static __device__ __forceinline__ bool in_table(int rank) {
+    return rank + kChunkRanks <= kTableRanks;
+  }
+
+  // c += a * sums for kChunkRanks ranks from `rank` on of an adapter. owned: the tokens that have
+  // it; groups of 8 tokens without it are skipped. load(token, rank): two sums.
+  template <typename Load>
+  __device__ __forceinline__ void multiply(float (&c)[N / 2], const uint32_t (&a)[4],
+                                           const Owned& owned, int rank, Load load) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint32_t low[kEights], high[kEights];
-    if (rank + kChunkRanks <= kTableRanks) {  // without branches, so that all loads are in flight
 #pragma unroll
-      for (int j = 0; j < kEights; ++j) {
-        const X* const from = &sums[8 * j + g][rank + 2 * t];
-        low[j] = own[j] == slot ? *reinterpret_cast<const uint32_t*>(from) : 0u;
-        high[j] = own[j] == slot ? *reinterpret_cast<const uint32_t*>(from + 8) : 0u;
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kEights; ++j) {
-        low[j] = own[j] == slot ? load_two(task, token, 8 * j + g, rank + 2 * t) : 0u;
-        high[j] = own[j] == slot ? load_two(task, token, 8 * j + g, rank + 8 + 2 * t) : 0u;
-      }
+    for (int j = 0; j < kEights; ++j) {
+      const uint32_t eight = owned.eight(j);
+      if (!eight) continue;
+      const bool mine = eight >> g & 1;
+      const uint32_t low = mine ? load(8 * j + g, rank + 2 * t) : 0u;
+      const uint32_t high = mine ? load(8 * j + g, rank + 8 + 2 * t) : 0u;
       __syncwarp();
+      multiply_add<X>(*reinterpret_cast<float (*)[4]>(c + 4 * j), a[0], a[1], a[2], a[3], low,
+                      high);
     }
-#pragma unroll
-    for (int j = 0; j < kEights; ++j)
-      multiply_add<X>(*reinterpret_cast<float (*)[4]>(c + 4 * j), a0, a1, a2, a3, low[j], high[j]);
   }
 
   // Adds the adapters to the sums of a tile. rounds: those of the block so far; column, token: the
@@ -251,50 +264,62 @@ struct BlockAdapters<X, N, MODE, AdaptedTask> {
                                       int column, int token) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;  // of all consumers
     const int rank = lane / 16 * 8 + lane % 8, side = lane / 8 % 2;
-    int own[kEights];
     bool more = false;  // whether an adapter has more ranks
     barrier_wait(&tokens_filled, 0);
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) own[j] = slots[8 * j + lane / 4];
     for (int round = 0; round == 0 || round * kTileAdapters < count; ++round, ++rounds) {
       barrier_wait(&filled, rounds % 2);
       for (int number = 0; number < kTileAdapters && found[number] >= 0; ++number) {
-        const int slot = found[number];
+        const Owned owned = tokens_with(found[number]);
         const uint32_t first = windows[number][2 * warp], second = windows[number][2 * warp + 1];
         const int begin[2] = {int(first & 0xffff), int(second & 0xffff)};
-        more |= int(first >> 16) - begin[0] > kChunkRanks;
-        more |= int(second >> 16) - begin[1] > kChunkRanks;
-        uint32_t a[4];
-        load_transposed(b[number][rank][(2 * warp + side) ^ (rank % 8)], a);
-        if (!first) a[0] = a[2] = 0;
-        if (!second) a[1] = a[3] = 0;
-        if (begin[0] == begin[1]) {
-          if (first | second) multiply(c, a[0], a[1], a[2], a[3], task, token, own, slot, begin[0]);
-          continue;
+        more |= int(first >> 16) > from_table(begin[0]) || int(second >> 16) > from_table(begin[1]);
+        uint32_t b_words[4];
+        load_transposed(b[number][rank][(2 * warp + side) ^ (rank % 8)], b_words);
+        const bool joint = begin[0] == begin[1];
+#pragma unroll 1
+        for (int part = 0; part < (joint ? 1 : 2); ++part) {  // sides have ranks of their own
+          const bool left = first && part == 0, right = second && (joint || part == 1);
+          const int from = part ? begin[1] : begin[0];
+          if (!(left || right) || !in_table(from)) continue;
+          const uint32_t a[4] = {left ? b_words[0] : 0, right ? b_words[1] : 0,
+                                 left ? b_words[2] : 0, right ? b_words[3] : 0};
+          multiply(c, a, owned, from, [&](int mine, int r) {
+            return *reinterpret_cast<const uint32_t*>(&sums[mine][r]);
+          });
         }
-        if (first) multiply(c, a[0], 0, a[2], 0, task, token, own, slot, begin[0]);
-        if (second) multiply(c, 0, a[1], 0, a[3], task, token, own, slot, begin[1]);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&read);
     }
-    if (more) add_more_ranks(c, task, own, column, token);
+    if (more) {  // rare: the function gets the sums in memory, so that they keep their registers
+      float copy[N / 2];
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) copy[i] = c[i];
+      add_more_ranks(copy, task, column, token);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] = copy[i];
+    }
   }
 
-  // The ranks of adapters behind the first kChunkRanks.
-  __device__ __forceinline__ void add_more_ranks(float (&c)[N / 2], const AdaptedTask& task,
-                                                 const int (&own)[kEights], int column,
-                                                 int token) const {
+  // The first rank of a window that `add` does not multiply.
+  static __device__ __forceinline__ int from_table(int begin) {
+    return in_table(begin) ? begin + kChunkRanks : begin;
+  }
+
+  // The ranks of adapters that `add` leaves.
+  __device__ __noinline__ void add_more_ranks(float (&c)[N / 2], const AdaptedTask& task,
+                                              int column, int token) const {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int number = 0; number < count; ++number) {
       const int slot = slot_of(task, number);
+      const Owned owned = tokens_with(slot);
       const tridecode_adapter_pair& pair = pair_of(task, slot);
       int begin[2], last[2], outputs[2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         outputs[side] = output_of(task, 2 * warp + side, column);
         const uint32_t window = outputs[side] < 0 ? 0u : window_of(pair, outputs[side]);
-        begin[side] = int(window & 0xffff) + kChunkRanks;
+        begin[side] = from_table(int(window & 0xffff));
         last[side] = int(window >> 16);
       }
       const bool has[2] = {begin[0] < last[0], begin[1] < last[1]};
@@ -311,7 +336,8 @@ struct BlockAdapters<X, N, MODE, AdaptedTask> {
           const uint32_t high = valid && r + 1 < last[side] ? __ldg(from + task.outputs) : 0u;
           a[i] = low | high << 16;
         }
-        multiply(c, a[0], a[1], a[2], a[3], task, token, own, slot, rank);
+        multiply(c, a, owned, rank,
+                 [&](int mine, int r) { return load_two(task, token, mine, r); });
       }
     }
   }

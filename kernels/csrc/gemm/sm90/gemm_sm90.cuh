@@ -16,15 +16,15 @@ constexpr int kBuffers = 2;       // of results, per warp group
 constexpr int kPartStages = 2;    // stages of a partial E4M3 sum: 256 inputs
 constexpr int kScaleBlock = 128;  // rows of a block of E4M3 with one scale; its columns are a stage
 
-// N: tokens of a tile, of PARTS rows of x each.
-template <int N, int PARTS = 1>
+// N: tokens of a tile, of PARTS rows of x each. BUFFERS: of results, per warp group.
+template <int N, int PARTS = 1, int BUFFERS = kBuffers>
 struct Shape {
   static constexpr int kColumns = N * PARTS;  // of a wgmma instruction
   static constexpr int kWeightBytes = kBlockRows * 128;
   static constexpr int kStageBytes = kWeightBytes + kColumns * 128;
   static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
   static constexpr int kBufferBytes = kPart * 128;
-  static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
+  static constexpr int kStoreBytes = kGroups * BUFFERS * kBufferBytes;
   // Few tokens: leave registers free so that the next, small kernels become resident early on every
   // multiprocessor.
   static constexpr bool kSlim = kColumns <= 64;

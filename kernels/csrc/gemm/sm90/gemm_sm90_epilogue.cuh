@@ -17,7 +17,8 @@ namespace {
 //
 // SCALED: the sums are of 8-bit operands and are multiplied by weight_scales and x_scales first.
 // ROUNDS: keys and values of up to 64 tokens are quantised for an 8-bit cache.
-template <typename X, int N, Mode MODE, bool SCALED = false, bool ROUNDS = true>
+template <typename X, int N, Mode MODE, bool SCALED = false, bool ROUNDS = true,
+          int BUFFERS = kBuffers>
 struct Finish {
   using S = Shape<N>;
   static constexpr bool kPairs = MODE == kGated || MODE == kQkvRotary;  // in c[4 j] and c[4 j + 2]
@@ -68,20 +69,20 @@ struct Finish {
   }
 
   __device__ __forceinline__ char* buffer(unsigned int use) const {
-    return buffers + use % kBuffers * S::kBufferBytes;
+    return buffers + use % BUFFERS * S::kBufferBytes;
   }
 
   // Called by the first thread of the group: loads the residual of part `i` of a tile into the
   // buffer that the part is stored from. use: the number of the part.
   __device__ __forceinline__ void load_residual(int column, int token, int i, unsigned int use) {
-    uint64_t* const barrier = arrived + use % kBuffers;
+    uint64_t* const barrier = arrived + use % BUFFERS;
     barrier_expect(barrier, S::kPart * kBoxColumns * 2);
     copy_box(buffer(use), residual_map, column, token + i * S::kPart, barrier, evict_last());
   }
 
   __device__ __forceinline__ void load_first_residuals(int column, int token) {
     wait_stores_read<0>();
-    for (int i = 0; i < kBuffers && i < kParts; ++i) load_residual(column, token, i, used + i);
+    for (int i = 0; i < BUFFERS && i < kParts; ++i) load_residual(column, token, i, used + i);
   }
 
   static __device__ __forceinline__ int place64(int token, int piece) {
@@ -112,9 +113,9 @@ struct Finish {
     const bool leads = threadIdx.x % 128 == 0;
     char* const to = buffer(used);
     if (MODE == kPlain && task.residual) {
-      barrier_wait(arrived + used % kBuffers, used / kBuffers % 2);
+      barrier_wait(arrived + used % BUFFERS, used / BUFFERS % 2);
     } else {
-      if (leads) wait_stores_read<kBuffers - 1>();
+      if (leads) wait_stores_read<BUFFERS - 1>();
       group_sync(group);
     }
     constexpr int kStep = MODE == kGated ? 4 : 2;  // groups of 8 tokens of a store_transposed
@@ -151,7 +152,7 @@ struct Finish {
         store_box(out_map, to + kSecondHalf, column + task.head_size / 2, token + i * S::kPart);
       commit_stores();
       if (MODE == kPlain && task.residual && i > 0 && i + 1 < kParts) {
-        wait_stores_read<kBuffers - 1>();  // the first two were loaded at the start
+        wait_stores_read<BUFFERS - 1>();  // the first two were loaded at the start
         load_residual(column, token, i + 1, used + 1);
       }
     }

@@ -25,14 +25,14 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
 
 // Initialises, in one thread, the barriers of a ring of pipeline stages, which the consumer warps
 // of `sharers` blocks release, and of the warp groups' buffers. Call fence_barriers() after it.
-template <int STAGES>
+template <int STAGES, int BUFFERS = kBuffers>
 __device__ __forceinline__ void initialize_ring(uint64_t* full, uint64_t* empty, uint64_t* arrived,
                                                 int sharers) {
   for (int i = 0; i < STAGES; ++i) {
     barrier_init(full + i, 1);
     barrier_init(empty + i, sharers * 4 * kGroups);
   }
-  for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(arrived + i, 1);
+  for (int i = 0; i < kGroups * BUFFERS; ++i) barrier_init(arrived + i, 1);
 }
 
 // Return whether the mainloop scales the accumulators: E4M3 with block scales.

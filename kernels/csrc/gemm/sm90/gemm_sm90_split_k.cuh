@@ -18,14 +18,14 @@
 namespace tridecode {
 namespace {
 
-// MORE: bytes of shared memory for other uses.
-template <int N, int SPLIT, int PARTS = 1, int MORE = 0>
+// MORE: bytes of shared memory for other uses. BUFFERS: of results, per warp group.
+template <int N, int SPLIT, int PARTS = 1, int MORE = 0, int BUFFERS = kBuffers>
 struct SplitShape {
   // Number of blocks that finish a share of the tokens, at least 16 each.
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
   static constexpr int kTokens = N / kFinishers;
   static constexpr int kShare = kTokens / 2;  // of a thread's sums
-  using Results = Shape<kTokens>;
+  using Results = Shape<kTokens, 1, BUFFERS>;
   static constexpr int kWeightBytes = Shape<N, PARTS>::kWeightBytes;
   static constexpr int kStageBytes = Shape<N, PARTS>::kStageBytes;
   static constexpr int kSent = 128 * kShare * 4;  // by a warp group to a finisher
@@ -128,10 +128,11 @@ __global__ void __launch_bounds__(kThreads, kResidentOf<Operand, N, Task>)
                       const __grid_constant__ CUtensorMap residual_map,
                       const __grid_constant__ Task task, int steps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = SplitShape<N, SPLIT, kPartsOf<Operand>, kAdapterBytes<N, Task>>;
+  constexpr int kBuffers = kBuffersOf<Task>;
+  using S = SplitShape<N, SPLIT, kPartsOf<Operand>, kAdapterBytes<N, Task>, kBuffers>;
   using R = typename S::Results;
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
-  using F = Finish<X, S::kTokens, MODE, kScaled>;
+  using F = Finish<X, S::kTokens, MODE, kScaled, true, kBuffers>;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   char* const stores = base + S::kStages * S::kStageBytes;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kResidentOf<Operand, N, Task>)
   __shared__ BlockAdapters<X, S::kTokens, MODE, Task> adapters;
   const int group = threadIdx.x / 128, rank = SPLIT > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
-    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 1);
+    initialize_ring<S::kStages, kBuffers>(full, empty, &arrived[0][0], 1);
     for (int i = 0; i < kGroups; ++i) {
       barrier_init(all_received + i, 1);
       barrier_expect(all_received + i, (SPLIT - 1) * S::kSent);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kResidentOf<Operand, N, Task>)
 template <typename X, typename Operand, int N, Mode MODE, int SPLIT, typename Task>
 int run(const Task& task, void* stream) {
   constexpr int kParts = kPartsOf<Operand>;
-  using S = SplitShape<N, SPLIT, kParts, kAdapterBytes<N, Task>>;
+  using S = SplitShape<N, SPLIT, kParts, kAdapterBytes<N, Task>, kBuffersOf<Task>>;
   Maps maps;
   if (int status = encode_maps(maps, task, MODE, N * kParts, S::Results::kPart)) return status;
   return launch_in_clusters(

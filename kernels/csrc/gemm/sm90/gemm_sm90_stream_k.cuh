@@ -100,7 +100,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResidentO
                        const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
-  using F = Finish<X, N, MODE, kScaled>;
+  constexpr int kBuffers = kBuffersOf<Task>;
+  using F = Finish<X, N, MODE, kScaled, true, kBuffers>;
   using S = ShapeOf<N, kPartsOf<Operand>, Task>;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
@@ -109,7 +110,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResidentO
   __shared__ BlockAdapters<X, N, MODE, Task> adapters;
   const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
   if (threadIdx.x == 0) {
-    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 2);
+    initialize_ring<S::kStages, kBuffers>(full, empty, &arrived[0][0], 2);
     adapters.initialize();
     fence_barriers();
   }
