@@ -83,7 +83,7 @@ class AdapterTables:
 
     def load(self, slots: np.ndarray) -> None:
         """Start copying the slots of a step's tokens, (T,) int32, to the device."""
-        count = max(len(slots), self._max_rows)
+        count = self._count = max(len(slots), self._max_rows)
         host, self._turn = self._ring[self._turn], (self._turn + 1) % len(self._ring)
         words = host.numpy()
         words[: len(slots)], words[len(slots) : count] = slots, -1
@@ -94,8 +94,11 @@ class AdapterTables:
 
     def rows(self, tokens: int) -> AdapterSlots:
         """Return the adapters of the step passed to `load`, for `tokens` tokens. A padded decode step may
-        have more rows, up to max_rows; the addresses depend only on the number of rows."""
+        have more rows, up to max_rows; the addresses depend only on the number of rows. If the step has
+        another number, as when a graph is captured, rows without an adapter are loaded."""
         count = max(tokens, self._max_rows)
+        if count != self._count:
+            self.load(np.full(tokens, -1, np.int32))
         groups = self._rows[2 * count : 2 * count + 2 * self._groups].view(-1, 2)
         return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens], groups)
 

@@ -105,7 +105,7 @@ class DeviceState:
         if not fits(linears):
             return None
         ranks = config.max_lora_rank * max(modules_of(weights.specs, names) for names in weights.linears)
-        return AdapterTables(linears, *sizes, ring, self.device, ranks)
+        return AdapterTables(linears, *sizes, 2 * ring, self.device, ranks)  # a step may load twice
 
     @property
     def _samples_alone(self) -> bool:

@@ -62,6 +62,8 @@ class Engine:
         self.query_graphs: QueryGraphs | None = None
         #: graphs of decode steps with a part, by its form (PartRun.form)
         self.part_graphs: dict[tuple[type[StepPart], str], DecodeGraphs] = {}
+        #: and of small steps with prompts
+        self.part_prompt_graphs: dict[tuple[type[StepPart], str], PromptGraphs] = {}
         self.drafter: DeviceDrafter | None = device_drafter(state, self.sampler, self.buffers.words, ring)
         self.step_costs: StepCosts | None = None  # of an engine with drafts
         self.background: list[BackgroundRun] = []  # features that work between steps
@@ -181,9 +183,15 @@ class Engine:
         if apart:
             if len(apart) > 1 or plan.queries:
                 return False
-            graphs = self.part_graphs.get((type(apart[0].part), apart[0].form))
-            return graphs is not None and graphs.replay(plan) is not None
-        return self.replay_rows(plan) or (not plan.queries and self._replay_prompts(plan, parts))
+            key = type(apart[0].part), apart[0].form
+            graphs = self.part_graphs.get(key)
+            if graphs is not None and graphs.replay(plan) is not None:
+                return True
+            prompt_graphs = self.part_prompt_graphs.get(key) if apart[0].captures_prompts else None
+            return self._replay_prompts(plan, parts, prompt_graphs)
+        return self.replay_rows(plan) or (
+            not plan.queries and self._replay_prompts(plan, parts, self.prompt_graphs)
+        )
 
     def replay_rows(self, plan: StepPlan) -> bool:
         """Run a plan of decode rows as a CUDA graph, if there is one."""
@@ -192,15 +200,17 @@ class Engine:
         return self.graphs is not None and self.graphs.replay(plan) is not None
 
     @torch.inference_mode()
-    def _replay_prompts(self, plan: StepPlan, parts: list[PartRun[Any]]) -> bool:
-        """Run a plan with prompts as a CUDA graph, if there is one for its shape."""
-        if self.prompt_graphs is None:
+    def _replay_prompts(self, plan: StepPlan, parts: list[PartRun[Any]], graphs: PromptGraphs | None) -> bool:
+        """Run a plan with prompts as one of the CUDA graphs, if there is one for its shape."""
+        if graphs is None:
             return False
-        shape = self.prompt_graphs.shapes.of(plan)
+        shape = graphs.shapes.of(plan)
         if shape is None:
             return False
         self.sampler.start(plan)
-        batch = self.prompt_graphs.replay(plan, shape)
+        for part in parts:
+            part.pad(shape.decodes, shape.decodes + shape.tokens)
+        batch = graphs.replay(plan, shape)
         if parts:
             state, gap = self.state, shape.decodes - plan.num_decodes  # padding of the decode rows
             context = Context(self._step_ops(parts, batch), self.ranks, state.work, batch)

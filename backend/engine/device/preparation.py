@@ -180,10 +180,13 @@ def _capture(engine: Engine, phase: Progress) -> None:
 
     capture = Capturer(engine.run, phase, engine.synchronize)
     engine.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
+    captures = {}
     for part, run in RUNS.items():
         for form, make_ops in run.graph_ops(state).items():
             capture_part = Capturer(partial(_run_with, engine, make_ops), phase, engine.synchronize)
             engine.part_graphs[part, form] = DecodeGraphs(coarse_sizes(config.slots), load, capture_part)
+            if form in run.prompt_forms:
+                captures[part, form] = capture_part
     if ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
         return
     products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in state.model.layers]
@@ -194,3 +197,5 @@ def _capture(engine: Engine, phase: Progress) -> None:
         if ranks.captures(state.work.hidden[: shape.decodes + shape.tokens])
     ]
     engine.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, most_cached)
+    for key, capture_part in captures.items():
+        engine.part_prompt_graphs[key] = PromptGraphs(shapes, load_mixed, capture_part, most_cached)

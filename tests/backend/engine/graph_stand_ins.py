@@ -43,3 +43,8 @@ def add_graphs(engine: Engine, slots: int, shapes: list[StepShape] | None = None
     if shapes is not None:
         most = max(shape.tokens for shape in shapes)
         engine.prompt_graphs = PromptGraphs(shapes, load_mixed, partial(capture, None), most)
+        for part, run in RUNS.items():
+            for form, make_ops in run.graph_ops(engine.state).items():
+                if form in run.prompt_forms:
+                    captured = PromptGraphs(shapes, load_mixed, partial(capture, make_ops), most)
+                    engine.part_prompt_graphs[part, form] = captured

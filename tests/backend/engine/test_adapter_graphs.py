@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.backend.engine.graph_stand_ins import add_graphs
@@ -21,6 +22,7 @@ from tridecode.backend.engine.device.parts.adapters import SPREAD, TOGETHER
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.step_buffers import StepShape
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
@@ -65,7 +67,10 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         max_sequences=SLOTS, block_tokens=8, cache_bytes=1 << 20, lora_path=str(tmp_path / "adapters")
     )
     offline = OfflineEngine.load(tmp_path / "weights", config)
-    add_graphs(offline.engine, SLOTS)
+    shapes = [
+        StepShape(decodes, tokens, min(2, SLOTS - decodes)) for decodes in range(SLOTS) for tokens in (8, 64)
+    ]
+    add_graphs(offline.engine, SLOTS, shapes)
     yield offline, models
     offline.engine.close()
 
@@ -107,3 +112,34 @@ def test_every_decode_step_with_adapters_is_replayed_with_few_operations(
         # the sums of a step compute the norms, too
         assert found["norm"] <= 2 + found["adapter_sums"] and found["finish_qkv"] <= layers
         assert found["adapter_sums"] == (0 if spread_rows > 0 else LINEARS * layers)
+
+
+def test_prompts_beside_rows_with_adapters_are_replayed(served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts arrive while rows with and without an adapter decode; only a long prompt with an adapter is
+    launched operation by operation."""
+    offline, models = served
+    engine = offline.engine
+    graphs = engine.part_prompt_graphs[AdapterRows, SPREAD]
+    steps: list[tuple[bool, bool]] = []  # of those with prompts: replayed, with a segment
+    replay = engine._replay
+
+    def watched(plan: StepPlan, parts) -> bool:
+        done = replay(plan, parts)
+        part = plan.part(AdapterRows)
+        if plan.num_decodes < plan.num_tokens and part is not None and part.numbers is not None:
+            lengths = np.diff(plan.query_starts)
+            steps.append((done, bool(((part.numbers >= 0) & (lengths >= 32)).any())))
+        return done
+
+    monkeypatch.setattr(engine, "_replay", watched)
+    prompts = prompts_of([7, 20, 5, 40, 33], models[""].config.vocab_size)
+    asked = list(zip(["all", "", "all", "", "all"], prompts))
+    numbers = []
+    for name, prompt in asked:
+        numbers.append(offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name))
+        offline.step()
+    offline.run()
+    for (name, prompt), number in zip(asked, numbers):
+        assert offline.generations[number].tokens == greedy(models[name], prompt, TOKENS)[0], name
+    assert graphs.replayed >= 2
+    assert all(done is not segment for done, segment in steps) and len(steps) >= 3

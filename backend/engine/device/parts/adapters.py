@@ -34,6 +34,8 @@ def form_of(numbers: np.ndarray) -> str:
 
 
 class AdaptersRun(PartRun[AdapterRows]):
+    prompt_forms = (SPREAD,)
+
     def before(self) -> None:
         """Free dropped adapters and find the slots of the others."""
         numbers, state = self.part.numbers, self.state
@@ -41,9 +43,22 @@ class AdaptersRun(PartRun[AdapterRows]):
             state.adapters.drop(self.part.dropped)
         if numbers is None or state.adapter_tables is None:
             return
-        slots = np.array([state.adapter_tables.slot(one) if one >= 0 else -1 for one in numbers.tolist()])
+        state.adapter_tables.load(self._slots())
+
+    def pad(self, decodes: int, tokens: int) -> None:
+        tables, first, slots = self.state.adapter_tables, self.plan.num_decodes, self._slots()
+        assert tables is not None
+        padded = np.full(tokens, -1, np.int32)
+        padded[:first], padded[decodes : decodes + len(slots) - first] = slots[:first], slots[first:]
+        tables.load(padded)
+
+    def _slots(self) -> np.ndarray:
+        """Return the slots of the step's tokens, (T,) int32, -1 for those of segments."""
+        numbers, tables = self.part.numbers, self.state.adapter_tables
+        assert numbers is not None and tables is not None
+        slots = np.array([tables.slot(one) if one >= 0 else -1 for one in numbers.tolist()], np.int32)
         slots[self._segment_rows()] = -1
-        state.adapter_tables.load(np.repeat(slots.astype(np.int32), np.diff(self.plan.query_starts)))
+        return np.repeat(slots, np.diff(self.plan.query_starts))
 
     def ops(self, ops: Ops, batch: Batch) -> Ops:
         numbers, state = self.part.numbers, self.state
@@ -74,6 +89,10 @@ class AdaptersRun(PartRun[AdapterRows]):
     def form(self) -> str:
         assert self.part.numbers is not None
         return form_of(self.part.numbers)
+
+    @property
+    def captures_prompts(self) -> bool:
+        return self.part.numbers is not None and not len(self._segment_rows())
 
     def _segment_rows(self) -> np.ndarray:
         """Return the rows of prompts whose adapters are multiplied separately."""

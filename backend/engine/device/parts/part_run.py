@@ -54,10 +54,22 @@ class PartRun(Generic[P]):
         graphs, by the name of a form; {}: they are not captured. Called once, before the first step."""
         return {}
 
+    #: the forms of graph_ops with which small steps with prompts are captured, too
+    prompt_forms: tuple[str, ...] = ()
+
     @property
     def form(self) -> str:
-        """Return the form of graph_ops whose graphs run this step. Called after `before`."""
+        """Return the form of graph_ops whose graphs run this step; "": none. Called after `before`."""
         return ""
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Return whether a step with prompts may run as a graph of its form. Called after `before`."""
+        return False
+
+    def pad(self, decodes: int, tokens: int) -> None:
+        """Prepare the replay of a graph with prompts, of `tokens` tokens in all: padding follows the decode
+        rows, `decodes` of them in all, and the prompts."""
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """x: (T, C), the output of this stage. After a graph only the rows of prompts are defined."""
