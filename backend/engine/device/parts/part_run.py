@@ -68,8 +68,10 @@ class PartRun(Generic[P]):
         return False
 
     def pad(self, decodes: int, tokens: int) -> None:
-        """Prepare the replay of a graph with prompts, of `tokens` tokens in all: padding follows the decode
-        rows, `decodes` of them in all, and the prompts."""
+        """Prepare the replay of a graph with prompts. decodes, tokens: its decode rows and all its tokens.
+
+        Padding follows the plan's decode rows and, at the end, its prompts.
+        """
 
     def after_forward(self, context: Context, x: Tensor) -> None:
         """x: (T, C), the output of this stage. After a graph only the rows of prompts are defined."""
