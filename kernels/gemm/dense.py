@@ -7,6 +7,7 @@ import torch
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.kind import WeightKind
+from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.gpu import ACTIVATIONS, FUSED_GATES, Gpu, norm_fields, plan_fields
 from tridecode.kernels.operands import Linear
 
@@ -19,23 +20,21 @@ class Dense(WeightKind):
         self._cublas = cublas
 
     def adapts(self, call: Call) -> bool:
-        weight = call.linear.dense
         if call.activation not in ACTIVATIONS:
             return False
-        outputs, inputs = weight.shape
-        plan = self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
+        plan = self._plan(call)
         return plan.adapts and (call.heads is None or plan.fuses_heads)
 
     def sends(self, call: Call) -> bool:
-        weight = call.linear.dense
-        outputs, inputs = weight.shape
-        return not call.out_float32 and self.gpu.choose_gemm(call.gemm(outputs, inputs, weight)).sends
+        return not call.out_float32 and self._plan(call).sends
 
     def keeps(self, call: Call) -> bool:
+        return call.activation in FUSED_GATES and not call.out_float32 and self._plan(call).keeps
+
+    def _plan(self, call: Call) -> Plan:
         weight = call.linear.dense
         outputs, inputs = weight.shape
-        plan = self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
-        return call.activation in FUSED_GATES and not call.out_float32 and plan.keeps
+        return self.gpu.choose_gemm(call.gemm(outputs, inputs, weight))
 
     def launch(self, call: Call) -> bool:
         gpu, weight = self.gpu, call.linear.dense

@@ -61,7 +61,7 @@ def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
 def instances(kernel: str) -> set[tuple[str, ...]]:
     """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file, or of its kind's header."""
     pattern = r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)"
-    kind = kernel.removesuffix("_adapted").removesuffix("_8bit").removesuffix("_two_parts")
+    kind = kernel.removesuffix("_adapted").replace("_8bit", "").removesuffix("_two_parts")
     listed = re.search(pattern, source(f"{kernel}.cu").read_text())
     listed = listed or re.search(pattern, source(f"{kind}.cuh").read_text())
     assert listed is not None

@@ -81,9 +81,10 @@ class AdapterTables:
         """Return the slot of an adapter."""
         return self._slots[number]
 
-    def load(self, slots: np.ndarray) -> None:
-        """Start copying the slots of a step's tokens, (T,) int32, to the device."""
-        count = self._count = max(len(slots), self._max_rows)
+    def load(self, slots: np.ndarray, tokens: int = 0) -> None:
+        """Start copying the slots of a step's tokens, (T,) int32, to the device. tokens: of the step with
+        those that follow as padding."""
+        count = self._count = max(len(slots), tokens, self._max_rows)
         host, self._turn = self._ring[self._turn], (self._turn + 1) % len(self._ring)
         words = host.numpy()
         words[: len(slots)], words[len(slots) : count] = slots, -1
@@ -98,7 +99,7 @@ class AdapterTables:
         another number, as when a graph is captured, rows without an adapter are loaded."""
         count = max(tokens, self._max_rows)
         if count != self._count:
-            self.load(np.full(tokens, -1, np.int32))
+            self.load(np.zeros(0, np.int32), tokens)
         groups = self._rows[2 * count : 2 * count + 2 * self._groups].view(-1, 2)
         return AdapterSlots(self._rows[:tokens], self._rows[count : count + tokens], groups)
 

@@ -246,6 +246,12 @@ def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     return (last, plan.slots) if counts.all() else (last[counts > 0], plan.slots[counts > 0])
 
 
+def pad_decodes(values: np.ndarray, num_decodes: int, decodes: int, padding: int) -> np.ndarray:
+    """Return values with padding behind the first num_decodes, so that `decodes` come before the prompts."""
+    rows = np.full((decodes - num_decodes, *values.shape[1:]), padding, values.dtype)
+    return np.concatenate([values[:num_decodes], rows, values[num_decodes:]])
+
+
 def _spread(plan: StepPlan, decodes: int) -> StepPlan:
     """Return the plan with empty rows added after its decode rows, `decodes` of them in all."""
     first, gap = plan.num_decodes, decodes - plan.num_decodes
@@ -253,8 +259,7 @@ def _spread(plan: StepPlan, decodes: int) -> StepPlan:
         return plan
 
     def padded(values: np.ndarray, padding: int) -> np.ndarray:
-        rows = np.full((gap, *values.shape[1:]), padding, values.dtype)
-        return np.concatenate([values[:first], rows, values[first:]])
+        return pad_decodes(values, first, decodes, padding)
 
     prompts = plan.query_starts[first + 1 :] + gap
     return replace(

@@ -11,8 +11,8 @@
 // after it has received the rows of the launch in between, which this rank sends when its reads are
 // over. A counter in device memory selects the buffer, so that a CUDA graph may be replayed.
 //
-// Of two ranks, the GEMM that computes the rows may have sent them (sent_task.cuh); a block then
-// only waits.
+// With two ranks, a GEMM may have sent the rows that it computed (sent_task.cuh); a block then only
+// waits.
 //
 // Every rank adds in rank order in float32, so that all get the same bits.
 //

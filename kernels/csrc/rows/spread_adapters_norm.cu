@@ -15,13 +15,12 @@
 namespace tridecode {
 namespace {
 
-constexpr int kMostBlocks = 8;  // of a row
-// of rows with an adapter, without loops: behind 64 rows the blocks fit next to each other
-constexpr int kMostClusters = 56;
-constexpr int kWholeItems = 4;  // vectors of 8 columns per thread of a row without an adapter
-constexpr int kAtOnce = 16;     // ranks whose sums are in shared memory at a time
-constexpr int kLanes = 4;       // of a vector
-constexpr int kNextRanks = 12;  // ranks of the next a whose products are added up at once
+constexpr int kMostBlocks = 8;     // of a row
+constexpr int kMostClusters = 56;  // for rows with an adapter; of more rows they take several each
+constexpr int kWholeItems = 4;     // vectors of 8 columns per thread of a row without an adapter
+constexpr int kAtOnce = 16;        // ranks whose sums are in shared memory at a time
+constexpr int kLanes = 4;          // of a vector
+constexpr int kNextRanks = 12;     // ranks of the next a whose products are added up at once
 // Ranks of the next a that are loaded before the wait; the others are in the L2 cache by then.
 template <typename X, int VECTORS, bool LOOPS>
 constexpr int kNextAhead = kNextRanks * (sizeof(X) * VECTORS > 4            ? 1

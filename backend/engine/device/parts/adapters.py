@@ -12,6 +12,7 @@ from tridecode.backend.engine.adapters.adapted_rows import AdaptedRows, Segment
 from tridecode.backend.engine.device.device_state import DeviceState
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.step.step_buffers import pad_decodes
 from tridecode.kernels.operands import Batch
 from tridecode.kernels.ops import Ops
 
@@ -46,11 +47,9 @@ class AdaptersRun(PartRun[AdapterRows]):
         state.adapter_tables.load(self._slots())
 
     def pad(self, decodes: int, tokens: int) -> None:
-        tables, first, slots = self.state.adapter_tables, self.plan.num_decodes, self._slots()
+        tables = self.state.adapter_tables
         assert tables is not None
-        padded = np.full(tokens, -1, np.int32)
-        padded[:first], padded[decodes : decodes + len(slots) - first] = slots[:first], slots[first:]
-        tables.load(padded)
+        tables.load(pad_decodes(self._slots(), self.plan.num_decodes, decodes, -1), tokens)
 
     def _slots(self) -> np.ndarray:
         """Return the slots of the step's tokens, (T,) int32, -1 for those of segments."""

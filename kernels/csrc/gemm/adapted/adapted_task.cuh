@@ -16,7 +16,7 @@ constexpr int kPieces = 16;       // of 8 outputs of a block
 template <typename Task>
 constexpr bool kAdapted = !std::is_same<Task, GemmTask>::value;
 
-// kResident. With half of the registers the sums would leave their registers for a while.
+// kResident. Half of the registers do not suffice for the sums and the adapters.
 template <typename Operand, int N, typename Task>
 constexpr int kResidentOf = kAdapted<Task> ? 1 : kResident<Operand, N>;
 
