@@ -69,9 +69,10 @@ class FrontProcess:
     def __init__(self, engine_dir: str, server: processes.ProcessId, follows: bool, now: float) -> None:
         """follows: whether a supervisor of this engine ran before, whose service may live."""
         self._engine_dir, self._server = engine_dir, server
-        self._options = FrontOptions()
+        self._options: FrontOptions | None = None  # until the settings of the engine have been read
         self._child: subprocess.Popen[bytes] | None = None
         self._process: processes.ProcessId | None = None
+        self._words: list[str] = []  # the options that the process was started with
         self._start_at = now + FIND_S if follows else now
         self._started_at = now
         self._pause = 0.0
@@ -79,9 +80,8 @@ class FrontProcess:
 
     def want(self, options: FrontOptions) -> None:
         """Take the newest settings; a service that runs with others is ended, and started again."""
-        if options != self._options and self._process is not None:
-            processes.kill(self._process, signal.SIGTERM)
         self._options = options
+        self._end_with_other_options()
 
     def hear(self, hello: Hello) -> None:
         """A front end has said Hello: its parent may be a service that an earlier supervisor started."""
@@ -90,7 +90,9 @@ class FrontProcess:
             words = processes.command_line(master)
             if MODULE in words and "--owner" in words:
                 self._process = processes.identify(master)
+                self._words = words[words.index(MODULE) + 2 : words.index("--owner")]
                 _log.info("the OpenAI service (pid %d) is found again", master)
+                self._end_with_other_options()
 
     def look(self, now: float) -> None:
         """Start the service if it is enabled and not running."""
@@ -100,8 +102,17 @@ class FrontProcess:
             _log.warning(
                 "the OpenAI service (pid %d) was stopped by a signal; it is continued", self._process.pid
             )
-        if self._process is None and self._options.port and now >= self._start_at:
-            self._start(now)
+        if self._process is None and self._options and self._options.port and now >= self._start_at:
+            self._start(self._options, now)
+
+    def _end_with_other_options(self) -> None:
+        """End a service that was started with other options than those wanted.
+
+        The Hello of a service that an earlier supervisor started may come before the settings are read: then
+        it is compared when they are.
+        """
+        if self._process is not None and self._options is not None and self._words != self._options.words():
+            processes.kill(self._process, signal.SIGTERM)
 
     def _bury(self, now: float) -> None:
         assert self._process is not None
@@ -114,8 +125,9 @@ class FrontProcess:
         self._start_at = now + self._pause
         self._pause = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause))
 
-    def _start(self, now: float) -> None:
-        command = [sys.executable, "-m", MODULE, self._engine_dir, *self._options.words()]
+    def _start(self, options: FrontOptions, now: float) -> None:
+        self._words = options.words()
+        command = [sys.executable, "-m", MODULE, self._engine_dir, *self._words]
         command += ["--owner", f"{self._server.pid}:{self._server.start}"]
         try:
             self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

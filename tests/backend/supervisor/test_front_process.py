@@ -105,22 +105,51 @@ def test_other_settings_start_it_again(front: FrontProcess, log: Path) -> None:
     assert "--port 9001" in starts(log, 2)[1]
 
 
-def test_a_later_supervisor_finds_it_by_its_worker(
-    front: FrontProcess, log: Path, server: processes.ProcessId
-) -> None:
+@pytest.fixture
+def running(front: FrontProcess, log: Path) -> int:
+    """Start a service with port 9000 and a worker; return its pid."""
     front.want(FrontOptions(9000))
     front.look(0.0)
     starts(log, 1)
     (pid,) = [pid for pid in processes.children(os.getpid()) if "service" in processes.command_line(pid)]
     wait_until(lambda: processes.children(pid))
+    return pid
+
+
+@pytest.mark.parametrize("settings_first", [True, False])
+def test_a_later_supervisor_finds_it_by_its_worker(
+    running: int, log: Path, server: processes.ProcessId, settings_first: bool
+) -> None:
     later = FrontProcess("/models/toy", server, follows=True, now=0.0)
-    later.want(FrontOptions(9000))
-    later.look(FIND_S / 2)
-    later.hear(Hello("openai:1", processes.children(pid)[0], server.pid, guest=True))
+    hello = Hello("openai:1", processes.children(running)[0], server.pid, guest=True)
+    if settings_first:
+        later.want(FrontOptions(9000))
+        later.look(FIND_S / 2)
+        later.hear(hello)
+    else:
+        later.hear(hello)
+        later.look(FIND_S / 2)
+        later.want(FrontOptions(9000))
     later.look(FIND_S + 1)
     assert len(starts(log, 1)) == 1
+    time.sleep(0.5)  # a signal would have ended it by then
+    assert processes.state(running) == "S"
     later.end()
-    assert processes.identify(pid) is None
+    assert processes.identify(running) is None
+
+
+@pytest.mark.parametrize("settings_first", [True, False])
+@pytest.mark.parametrize("port", [0, 9001])
+def test_a_later_supervisor_ends_one_with_other_options(
+    running: int, server: processes.ProcessId, settings_first: bool, port: int
+) -> None:
+    later = FrontProcess("/models/toy", server, follows=True, now=0.0)
+    hello = Hello("openai:1", processes.children(running)[0], server.pid, guest=True)
+    if settings_first:
+        later.want(FrontOptions(port))
+    later.hear(hello)
+    later.want(FrontOptions(port))
+    wait_until(lambda: processes.state(running) in ("", "Z"))
 
 
 def test_the_end_is_by_force_if_need_be(log: Path, server: processes.ProcessId, tmp_path: Path) -> None:
