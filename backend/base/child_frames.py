@@ -1,4 +1,5 @@
-"""Messages between a process and a child that limits itself: a length of 8 bytes, little end first, and JSON.
+"""Messages between a process and a child that limits itself: a length of 8 bytes, little end first, and JSON,
+or TEXT and a text in UTF-8, which costs a tenth of the same text in JSON.
 
 Standard library only: template_child.py loads this file by its path.
 """
@@ -18,17 +19,31 @@ from typing import Any
 
 LENGTH = 8  # bytes of a frame's length
 READ = 1 << 20  # bytes of one read
+TEXT = b"\0"  # begins no JSON
 
 
 def frame_of(message: Mapping[str, Any]) -> bytes:
     """Return the frame of a message. Raises TypeError, ValueError or RecursionError if it is not JSON."""
-    data = json.dumps(message).encode("ascii")
+    return _framed(json.dumps(message).encode("ascii"))
+
+
+def message_of(data: bytes | bytearray) -> dict[str, Any]:
+    """Return the message of a frame without its length; {"text": ...} for a text. Raises ValueError."""
+    return {"text": data[len(TEXT) :].decode("utf-8")} if data.startswith(TEXT) else json.loads(data)
+
+
+def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(LENGTH, "little") + data
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Send one message; blocks as the socket does."""
     connection.sendall(frame_of(message))
+
+
+def send_text(connection: socket.socket, text: bytes) -> None:
+    """Send {"text": text}. text: UTF-8. Blocks as the socket does."""
+    connection.sendall(_framed(TEXT + text))
 
 
 def receive(
@@ -42,7 +57,7 @@ def receive(
     length = int.from_bytes(_read(connection, LENGTH, deadline), "little")
     if most is not None and length > most:
         raise EOFError
-    return json.loads(_read(connection, length, deadline))
+    return message_of(_read(connection, length, deadline))
 
 
 def requests(connection: socket.socket) -> Iterator[dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tridecode.backend.base.child_frames import LENGTH
+from tridecode.backend.base.child_frames import LENGTH, message_of
 from tridecode.backend.base.errors import CapacityError
 from tridecode.backend.chat.child_process import (
     Child,
@@ -135,7 +134,7 @@ class AsyncTemplateRenderer:
 
     def _answered(self, data: bytes) -> None:
         job = self._take_running()
-        answer = json.loads(data)
+        answer = message_of(data)
         if answer.get("ended"):
             self._drop_child()
         if job is not None and not job.answer.done():

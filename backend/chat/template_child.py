@@ -37,11 +37,15 @@ def main(arguments: list[str]) -> None:
         frames.send(connection, {"fault": f"{error}; wanted: pip install 'jinja2>=3.1.6'"})
         return
     frames.limit_memory(memory)
+    limit = _ProcessorTime(seconds)
     frames.send(connection, {"ready": True})
     for request in frames.requests(connection):
-        _limit_processor_time(seconds)
+        limit.renew()
         answer = renderer.answer(**request)
         del request
+        if isinstance(answer, bytes):
+            frames.send_text(connection, answer)
+            continue
         frames.send(connection, answer)
         if answer.get("ended"):
             return
@@ -56,11 +60,20 @@ def _load(path: Path) -> Any:
     return module
 
 
-def _limit_processor_time(seconds: float) -> None:
-    """Let the kernel end the process (SIGXCPU) after this many more seconds, even if its parent is gone."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime + seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+class _ProcessorTime:
+    """Lets the kernel end the process (SIGXCPU) some time after a request, even if its parent is gone."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._soft = 0  # whole seconds, as the kernel counts
+        self._hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+
+    def renew(self) -> None:
+        """Allow this many more seconds, and up to 2 for what the whole seconds cut off."""
+        soft = int(time.process_time() + self._seconds) + 2
+        if soft != self._soft:
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, self._hard))
+            self._soft = soft
 
 
 def _renderer(seconds: float, characters: int) -> Any:
@@ -134,9 +147,10 @@ def _renderer(seconds: float, characters: int) -> Any:
             )
             self._templates: dict[str, Any] = {}
 
-        def answer(self, source: str, values: dict[str, Any]) -> dict[str, Any]:
+        def answer(self, source: str, values: dict[str, Any]) -> bytes | dict[str, Any]:
+            """Return the text in UTF-8, or {"fault": ...}."""
             try:
-                return {"text": self._render(source, values)}
+                return self._render(source, values)
             except MemoryError:
                 return {"fault": "it needs more memory than a template may use", "ended": True}
             except TemplateError as error:
@@ -144,7 +158,7 @@ def _renderer(seconds: float, characters: int) -> Any:
             except Exception as error:  # a template can make Python raise nearly anything
                 return {"fault": f"{type(error).__name__}: {str(error)[:1000]}"}
 
-        def _render(self, source: str, values: dict[str, Any]) -> str:
+        def _render(self, source: str, values: dict[str, Any]) -> bytes:
             if source not in self._templates:
                 if len(self._templates) >= _KEPT_TEMPLATES:
                     self._templates.clear()
@@ -157,9 +171,7 @@ def _renderer(seconds: float, characters: int) -> Any:
                 if time.monotonic() > deadline:
                     raise SecurityError(f"it runs for more than {seconds:g} s")
                 pieces.append(piece)
-            text = "".join(pieces)
-            text.encode("utf-8")  # a lone surrogate is not a text that can be sent or tokenised
-            return text
+            return "".join(pieces).encode("utf-8")  # raises for a lone surrogate
 
     def _raise(message: object) -> None:
         raise TemplateError(str(message))

@@ -54,6 +54,16 @@ def test_a_frame_is_a_length_of_eight_bytes_and_json() -> None:
     assert json.loads(frame[8:]) == {"a": [1, "é"]} and frame.isascii()
 
 
+@pytest.mark.parametrize("text", ["", "{}", "\0", "é\n" * 100_000])
+def test_a_text_arrives_as_it_is(pair: tuple[socket.socket, socket.socket], text: str) -> None:
+    mine, theirs = pair
+    sending = lambda: child_frames.send_text(mine, text.encode())  # noqa: E731
+    sender = threading.Thread(target=sending, daemon=True)
+    sender.start()
+    assert child_frames.receive(theirs, time.monotonic() + 60) == {"text": text}
+    sender.join()
+
+
 def test_a_connection_that_ends_or_says_nothing_is_named(pair: tuple[socket.socket, socket.socket]) -> None:
     mine, theirs = pair
     mine.sendall(b"\5\0\0")

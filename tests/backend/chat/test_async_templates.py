@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -151,19 +154,58 @@ def test_closing_ends_every_request() -> None:
     run(test)
 
 
-def test_a_render_takes_at_most_300_us() -> None:
-    """Median of the best of five rounds: other work on the machine only adds to it."""
+#: answers each byte after 100 us of work
+WORKER = """
+import socket, sys, time
+connection = socket.socket(fileno=int(sys.argv[1]))
+while connection.recv(1):
+    end = time.perf_counter() + 100e-6
+    while time.perf_counter() < end:
+        pass
+    connection.send(b"a")
+"""
+
+
+@pytest.fixture
+def exchange() -> Iterator[Callable[[], None]]:
+    """A call that waits for 100 us of work in another process."""
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    ) as process:
+        theirs.close()
+
+        def call() -> None:
+            ours.send(b"q")
+            assert ours.recv(1)
+
+        call()
+        yield call
+        ours.close()
+    assert process.returncode == 0
+
+
+def test_a_render_takes_at_most_200_us_more_than_waiting_for_100_us_of_work(
+    exchange: Callable[[], None],
+) -> None:
+    """Not 300 us: on some virtual machines an idle processor needs 100 us to wake up.
+
+    Medians of 100 calls, the lower quartile of 20 rounds, because other work on the machine adds to most.
+    """
     chat = {"messages": [{"role": "user", "content": "How deep is the harbour? " * 20}] * 10}
 
     async def test(renderer: AsyncTemplateRenderer) -> float:
-        medians = []
-        for _ in range(5):
-            times = []
-            for _ in range(200):
+        differences = []
+        for _ in range(20):
+            renders, exchanges = [], []
+            for _ in range(100):
                 started = time.perf_counter()
                 await renderer.render(TEMPLATES["chatml"], chat)
-                times.append(time.perf_counter() - started)
-            medians.append(statistics.median(times))
-        return min(medians)
+                rendered = time.perf_counter()
+                exchange()
+                renders.append(rendered - started)
+                exchanges.append(time.perf_counter() - rendered)
+            differences.append(statistics.median(renders) - statistics.median(exchanges))
+        return statistics.quantiles(differences)[0]
 
-    assert run(test) < 300e-6
+    assert run(test) < 200e-6
