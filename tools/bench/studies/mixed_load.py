@@ -7,10 +7,12 @@ All requests are sent at once, and `rows` of them run at a time; lengths are tho
 requests want the 20 most likely tokens, 10 % have one of eight adapters of rank 16 with random weights, which
 are loaded before. Runs with and without these fields alternate on one engine. The requests are otherwise the
 same and share all steps, so the tokens per second of the other requests change by the ratio of the times.
+Below each case: steps of its last run of either side, those that only decode apart from those with prompts.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.load.workloads import mix_requests
 from tridecode.tools.bench.loop_runner import LoopRunner
+from tridecode.tools.bench.measure import Step
 from tridecode.tools.bench.studies.adapters import RandomAdapters
 from tridecode.tools.bench.studies.pairs import Pairs, study_parser
 
@@ -58,6 +61,37 @@ def load_ms(
     return 1000 * runner.generate(prompts, outputs, adapters=adapters)
 
 
+def time_by_kind(steps: Sequence[Step]) -> dict[str, tuple[int, float]]:
+    """Return the number of steps that only decode and of those with prompts, and their mean milliseconds.
+
+    A step's time is that since the end of the step before; the first step has none.
+    """
+    gaps: dict[str, list[float]] = {"decode": [], "with prompts": []}
+    for before, step in zip(steps, steps[1:]):
+        gaps["with prompts" if step.prompt_tokens else "decode"].append(1000 * (step.time - before.time))
+    return {kind: (len(found), statistics.fmean(found)) for kind, found in gaps.items() if found}
+
+
+def compare(
+    found: Pairs, runner: LoopRunner, prompts: Sequence[Sequence[int]], outputs: Sequence[int], case: str
+) -> None:
+    """Compare the loads without fields and with those of `case`; add the times of their steps."""
+    kinds: dict[str, dict[str, tuple[int, float]]] = {}
+
+    def measure(side: str, shares: tuple[float, float]) -> float:
+        ms = load_ms(runner, prompts, outputs, shares)
+        kinds[side] = time_by_kind(runner.take_run().steps)
+        return ms
+
+    found.compare(
+        {"case": case}, partial(measure, "plain", (0.0, 0.0)), partial(measure, "fields", CASES[case])
+    )
+    found.found[-1]["steps"] = kinds
+    for side, by_kind in kinds.items():
+        texts = (f"{count:6} {kind} {ms:7.3f} ms" for kind, (count, ms) in by_kind.items())
+        print(f"  {side:7}{', '.join(texts)}", flush=True)
+
+
 def warm_up(runner: LoopRunner, prompts: Sequence[Sequence[int]]) -> None:
     """Load all adapters, and run a few steps with and without each field."""
     runner.params = [with_fields(_PLAIN, top_log_probs=20), _PLAIN] * _NUM_ADAPTERS
@@ -86,12 +120,7 @@ def main() -> None:
         prompts, outputs = mix_requests(engine.model_config.vocab_size, arguments.requests)
         warm_up(runner, prompts)
         for name in arguments.case:
-            shares = CASES[name]
-            found.compare(
-                {"case": name},
-                partial(load_ms, runner, prompts, outputs, (0.0, 0.0)),
-                partial(load_ms, runner, prompts, outputs, shares),
-            )
+            compare(found, runner, prompts, outputs, name)
     found.write(arguments.output)
 
 

@@ -20,8 +20,10 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.cpu import Cpu
 from tridecode.tools.bench.loop_runner import BatchDoors, LoopRunner
+from tridecode.tools.bench.measure import Step
 from tridecode.tools.bench.studies import mixed_load
 from tridecode.tools.bench.studies.adapters import RandomAdapters
+from tridecode.tools.bench.studies.pairs import Pairs
 
 
 def test_the_shares_are_those_of_the_case() -> None:
@@ -77,3 +79,26 @@ def test_more_loads_run_than_there_are_slots_for_their_adapters(runner: LoopRunn
     assert [len(times) for times in runner.take_run().token_times] == [8] * 16
     for shares in [(0.5, 0.5), (0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (0.0, 0.5)]:
         assert math.isfinite(mixed_load.load_ms(runner, prompts, [3] * len(prompts), shares))
+
+
+def test_steps_that_decode_are_timed_apart_from_those_with_prompts() -> None:
+    steps = [Step(1.0, 0, 30), Step(1.5, 4, 0), Step(3.5, 4, 8), Step(4.25, 5, 0)]
+    assert mixed_load.time_by_kind(steps) == {"decode": (2, 625.0), "with prompts": (1, 2000.0)}
+    assert mixed_load.time_by_kind(steps[:2]) == {"decode": (1, 500.0)}
+
+
+def test_a_comparison_has_the_steps_of_both_sides(
+    runner: LoopRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = prompts_of([5, 9, 7, 3] * 8, runner.engine.model_config.vocab_size)
+    found = Pairs(1)
+    mixed_load.compare(found, runner, prompts, [3] * len(prompts), "10 % with an adapter")
+    (one,) = found.found
+    assert one["case"] == "10 % with an adapter"
+    for side in ("plain", "fields"):
+        assert one["steps"][side].keys() == {"decode", "with prompts"}
+        assert (
+            sum(count * ms for count, ms in one["steps"][side].values())
+            < one["plain_ms" if side == "plain" else "ms"]
+        )
+    assert "with prompts" in capsys.readouterr().out
