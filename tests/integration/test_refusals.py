@@ -409,7 +409,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+#: one error in each kind of file; backend/test_config.py and test_manifest.py have more, without a server
+_OF_EACH_FILE = ("more ranks than heads", "a missing key", "another width", "a short file")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in _OF_EACH_FILE else pytest.param(name, marks=pytest.mark.nightly) for name in BROKEN],
+)
 def test_a_broken_repository_is_refused_at_once_with_the_reason(repository: Path, tmp_path, name) -> None:
     break_it, text = BROKEN[name]
     copy = tmp_path / "repo"
