@@ -28,8 +28,15 @@ def frame_of(message: Mapping[str, Any]) -> bytes:
 
 
 def message_of(data: bytes | bytearray) -> dict[str, Any]:
-    """Return the message of a frame without its length; {"text": ...} for a text. Raises ValueError."""
-    return {"text": data[len(TEXT) :].decode("utf-8")} if data.startswith(TEXT) else json.loads(data)
+    """Return the message of a frame without its length; {"text": ...} for a text. Raises EOFError if it is
+    none: the other end is broken."""
+    try:
+        message = {"text": data[len(TEXT) :].decode("utf-8")} if data.startswith(TEXT) else json.loads(data)
+    except (ValueError, RecursionError):
+        raise EOFError from None
+    if not isinstance(message, dict):
+        raise EOFError
+    return message
 
 
 def _framed(data: bytes) -> bytes:
@@ -51,8 +58,9 @@ def receive(
 ) -> dict[str, Any]:
     """Return the next message.
 
-    deadline: on time.monotonic(); None: the socket's own limit. most: maximum bytes of a
-    message. Raises TimeoutError at the deadline, EOFError at the end and for a longer message, and OSError.
+    deadline: on time.monotonic(); None: the socket's own limit. most: maximum bytes of a message. Raises
+    TimeoutError at the deadline, OSError, and EOFError at the end and for bytes that are too many or no
+    message.
     """
     length = int.from_bytes(_read(connection, LENGTH, deadline), "little")
     if most is not None and length > most:

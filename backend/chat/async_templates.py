@@ -132,9 +132,13 @@ class AsyncTemplateRenderer:
         if not self._closed:
             self._next()
 
-    def _answered(self, data: bytes) -> None:
+    def _answered(self, wire: _Wire, data: bytes) -> None:
+        try:
+            answer = message_of(data)
+        except EOFError:
+            self._lost(wire)
+            return
         job = self._take_running()
-        answer = message_of(data)
         if answer.get("ended"):
             self._drop_child()
         if job is not None and not job.answer.done():
@@ -149,7 +153,7 @@ class AsyncTemplateRenderer:
         self._next()
 
     def _lost(self, wire: _Wire) -> None:
-        """The child's end of the connection is closed, or its answer is too long."""
+        """The child's end of the connection is closed, or its answer is too long or none."""
         if wire is not self._wire or self._child is None:
             return
         job, child = self._take_running(), self._child
@@ -209,7 +213,7 @@ def _fail(job: _Job, error: Exception) -> None:
 class _Wire(asyncio.Protocol):
     """The connection to a child: whole frames out, whole answers in."""
 
-    def __init__(self, most: int, answered: Callable[[bytes], None], lost: Callable[[_Wire], None]):
+    def __init__(self, most: int, answered: Callable[[_Wire, bytes], None], lost: Callable[[_Wire], None]):
         self._most, self._answered, self._lost = most, answered, lost
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -233,7 +237,7 @@ class _Wire(asyncio.Protocol):
         elif len(self._data) >= LENGTH + length:
             answer = bytes(self._data[LENGTH : LENGTH + length])
             self._data.clear()  # a child has one request at a time
-            self._answered(answer)
+            self._answered(self, answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost(self)

@@ -156,8 +156,8 @@ def request_frame(source: str, values: Mapping[str, Any]) -> bytes:
 
 def text_of(answer: Mapping[str, Any]) -> str:
     """Return the text of a child's answer. Raises the TemplateFault that the answer describes."""
-    if "fault" in answer:
-        raise TemplateFault(str(answer["fault"]))
+    if "text" not in answer:
+        raise TemplateFault(str(answer.get("fault", "its process gave neither a text nor a reason")))
     return str(answer["text"])
 
 

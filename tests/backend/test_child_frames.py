@@ -64,6 +64,16 @@ def test_a_text_arrives_as_it_is(pair: tuple[socket.socket, socket.socket], text
     sender.join()
 
 
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"1", b"[]", b"\0\xff", b"[" * 200_000])
+def test_what_is_no_message_ends_the_connection(
+    pair: tuple[socket.socket, socket.socket], data: bytes
+) -> None:
+    mine, theirs = pair
+    mine.sendall(len(data).to_bytes(8, "little") + data)
+    with pytest.raises(EOFError):
+        child_frames.receive(theirs, time.monotonic() + 60)
+
+
 def test_a_connection_that_ends_or_says_nothing_is_named(pair: tuple[socket.socket, socket.socket]) -> None:
     mine, theirs = pair
     mine.sendall(b"\5\0\0")

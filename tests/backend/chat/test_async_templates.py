@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,9 @@ import uvloop
 
 from tests.backend.chat.test_chat_templates import ENDLESS, HOSTILE, MESSAGES, TEMPLATES, TOOL
 from tridecode.backend.base.errors import CapacityError
-from tridecode.backend.chat import async_templates
+from tridecode.backend.chat import async_templates, child_process
 from tridecode.backend.chat.async_templates import AsyncTemplateRenderer
-from tridecode.backend.chat.templates import RenderLimits, TemplateFault, render_template
+from tridecode.backend.chat.templates import RenderLimits, TemplateFault, TemplateRenderer, render_template
 
 LIMITS = RenderLimits(seconds=1.0, memory_bytes=256 << 20)
 CHAT = {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": False}
@@ -140,6 +142,41 @@ def test_too_many_waiting_requests_are_refused(monkeypatch) -> None:
         assert found[:3] == ["a"] * 3 and all(isinstance(error, CapacityError) for error in found[3:])
 
     run(test)
+
+
+#: a child that a template has taken over
+TAKEN_OVER = """
+import socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+for data in (b'{"ready": true}', DATA):
+    connection.sendall(len(data).to_bytes(8, "little") + data)
+    connection.recv(1 << 20)
+"""
+
+
+@pytest.mark.parametrize("data", [b"\0\xff", b"{", b"[]", b"{}"])
+def test_an_answer_that_is_none_costs_its_own_request_alone(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(TAKEN_OVER.replace("DATA", repr(data)))
+
+    async def test(renderer: AsyncTemplateRenderer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(child_process, "_CHILD", script)
+            with pytest.raises(TemplateFault):
+                await asyncio.wait_for(renderer.render("taken over", {}), 30)
+        with pytest.raises(TemplateFault) if data == b"{}" else nullcontext():
+            assert await asyncio.wait_for(renderer.render("next", {}), 30) == "next"
+        assert await asyncio.wait_for(renderer.render("next", {}), 30) == "next"
+
+    run(test)
+    with monkeypatch.context() as patch:
+        patch.setattr(child_process, "_CHILD", script)
+        blocking = TemplateRenderer(LIMITS)
+        with pytest.raises(TemplateFault):
+            blocking.render("taken over", {})
+        blocking.close()
 
 
 def test_closing_ends_every_request() -> None:
