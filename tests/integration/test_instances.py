@@ -156,7 +156,8 @@ def test_the_openai_service_uses_both_engines_and_serves_while_one_is_rebuilt(tw
 
     def healthy() -> bool:
         try:
-            return httpx.get(f"{url}/health").json()["engines"][1]["phase"] == "ready"
+            engines = httpx.get(f"{url}/health").json()["engines"]
+            return [engine["phase"] for engine in engines] == ["ready", "ready"]
         except httpx.TransportError:
             return False
 
