@@ -321,7 +321,12 @@ ToSupervisor = Hello | Ping | Goodbye | RankReady | RankProgress | RankFailed | 
 FromSupervisor = EngineState | Stop | Unknown
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {}  # by id(): hashes of unions are slow
+#: by id(), because hashes of unions are slow. Made at import: the process crashes if two threads make the
+#: first decoder of a type at the same time
+_decoders: dict[int, tuple[object, msgspec.msgpack.Decoder]] = {
+    id(union): (union, msgspec.msgpack.Decoder(union))
+    for union in (ToEngine, FromEngine, ToSupervisor, FromSupervisor)
+}
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -329,7 +334,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(frame: bytes, expected: object) -> Any:
-    """Decode one frame into a member of the union `expected`; msgspec.DecodeError for any other frame."""
+    """Decode one frame into a member of the union `expected`; msgspec.DecodeError for any other frame.
+
+    The first call with a union of another module is not safe in several threads.
+    """
     found = _decoders.get(id(expected))
     if found is None:
         found = _decoders[id(expected)] = expected, msgspec.msgpack.Decoder(expected)

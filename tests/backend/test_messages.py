@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -58,3 +60,31 @@ def test_a_structured_output_survives_the_wire_and_is_absent_by_default() -> Non
     submit = Submit(1, [plain, obeying])
     assert decode(encode(submit), ToEngine) == submit
     assert b"structured" not in encode(Submit(1, [plain]))
+
+
+#: the first messages that a process decodes, in eight threads at once
+FIRST_MESSAGES = """
+import sys, threading
+from tridecode.backend.wire import messages as m
+
+frame = m.encode(m.Submit(1, [m.SequenceRequest(b"", m.SamplingParams())]))
+start, found = threading.Barrier(8), []
+
+def decode():
+    start.wait()
+    found.append(m.decode(frame, m.ToEngine).request)
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+sys.setswitchinterval(1e-6)
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found == [1] * 8, found
+"""
+
+
+def test_threads_may_decode_the_first_messages_of_a_process() -> None:
+    """msgspec crashes where two threads make the first decoder of a type, so the test starts a process."""
+    done = subprocess.run([sys.executable, "-c", FIRST_MESSAGES], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
