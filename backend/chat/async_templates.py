@@ -132,12 +132,7 @@ class AsyncTemplateRenderer:
         if not self._closed:
             self._next()
 
-    def _answered(self, wire: _Wire, data: bytes) -> None:
-        try:
-            answer = message_of(data)
-        except EOFError:
-            self._lost(wire)
-            return
+    def _answered(self, answer: dict[str, Any]) -> None:
         job = self._take_running()
         if answer.get("ended"):
             self._drop_child()
@@ -153,7 +148,7 @@ class AsyncTemplateRenderer:
         self._next()
 
     def _lost(self, wire: _Wire) -> None:
-        """The child's end of the connection is closed, or its answer is too long or none."""
+        """The child's end of the connection is closed, or its answer is too long or no message."""
         if wire is not self._wire or self._child is None:
             return
         job, child = self._take_running(), self._child
@@ -213,7 +208,7 @@ def _fail(job: _Job, error: Exception) -> None:
 class _Wire(asyncio.Protocol):
     """The connection to a child: whole frames out, whole answers in."""
 
-    def __init__(self, most: int, answered: Callable[[_Wire, bytes], None], lost: Callable[[_Wire], None]):
+    def __init__(self, most: int, answered: Callable[[dict[str, Any]], None], lost: Callable[[_Wire], None]):
         self._most, self._answered, self._lost = most, answered, lost
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -235,9 +230,13 @@ class _Wire(asyncio.Protocol):
         if len(self._data) >= LENGTH and length > self._most:
             self._lost(self)
         elif len(self._data) >= LENGTH + length:
-            answer = bytes(self._data[LENGTH : LENGTH + length])
+            try:
+                answer = message_of(self._data[LENGTH : LENGTH + length])
+            except EOFError:
+                self._lost(self)
+                return
             self._data.clear()  # a child has one request at a time
-            self._answered(self, answer)
+            self._answered(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost(self)

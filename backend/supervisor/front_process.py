@@ -80,8 +80,9 @@ class FrontProcess:
 
     def want(self, options: FrontOptions) -> None:
         """Take the newest settings; a service that runs with others is ended, and started again."""
-        self._options = options
-        self._end_with_other_options()
+        changed, self._options = options != self._options, options
+        if changed:  # a second signal would cut the streams of a service that is ending
+            self._end_with_other_options()
 
     def hear(self, hello: Hello) -> None:
         """A front end has said Hello: its parent may be a service that an earlier supervisor started."""

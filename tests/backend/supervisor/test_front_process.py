@@ -152,6 +152,18 @@ def test_a_later_supervisor_ends_one_with_other_options(
     wait_until(lambda: processes.state(running) in ("", "Z"))
 
 
+def test_settings_that_are_read_again_do_not_signal_a_service_that_is_ending(
+    running: int, front: FrontProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second signal would cut the open streams."""
+    signals: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "kill", lambda process, signum: signals.append(signum))
+        for _ in range(2):
+            front.want(FrontOptions(9001))
+    assert signals == [signal.SIGTERM]
+
+
 def test_the_end_is_by_force_if_need_be(log: Path, server: processes.ProcessId, tmp_path: Path) -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (tmp_path / "service.py").write_text(deaf + SERVICE.format(log=str(log)))
